@@ -1,0 +1,363 @@
+"""The contract of an op, on one page: `Op`, `Saved`, `Out`, `Grads`, `Env`.
+
+An op says what it computes (`reference`), how to run it (`fwd`), what it keeps for backward (`Saved`), and how to run
+it backwards from that alone (`bwd`). `reference` is enough; the other two are written for speed or for memory.
+
+    class Scale(Op):
+        def __init__(self, size):
+            super().__init__()
+            self.g = torch.nn.Parameter(torch.ones(size))
+
+        class Saved(Saved):
+            x: Tensor = reads_for("g")          # kept only if the gradient of g is wanted
+
+        def reference(self, x, g):
+            return x * g
+
+        def fwd(self, x, g):
+            return Out(x * g, saved=Scale.Saved(x))
+
+        def bwd(self, saved, dy, g=reads_for("x"), *, env):
+            dg = (dy * saved.x).flatten(0, -2).sum(0) if env.needs.g else None
+            return Grads(dy * g, g=dg)
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import cache
+from operator import itemgetter
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Env", "Grads", "Names", "Op", "Out", "Saved", "Spec", "reads_for"]
+
+
+class ReadsFor(NamedTuple):
+    """Which gradients read a saved field or a parameter in backward; made by `reads_for`."""
+
+    gradients: frozenset[str]
+
+
+def reads_for(*gradients: str) -> Any:
+    """Declares which gradients read a saved field, or a parameter in backward.
+
+    As the default of a field of `Saved`: the field is kept only if one of these gradients is wanted. As the default of
+    a parameter of `bwd`: the parameter is kept for backward only then, and arrives as `None` otherwise. `"x"` is the
+    gradient of the stream, extra inputs and parameters go by their names in `reference`. With no names: read by none.
+    Without a declaration a field or parameter counts as read by every gradient of its op.
+    """
+    return ReadsFor(frozenset(gradients))
+
+
+class Saved(tuple):
+    """What one op keeps for its backward in one call: an immutable record with named fields.
+
+    Subclass it inside the op and annotate the fields, in order. A field holds a tensor, `None`, or a plain value.
+    A field that no wanted gradient reads (`reads_for`) is dropped by the fuser and arrives as `None` in `bwd`.
+    """
+
+    fields: ClassVar[tuple[str, ...]] = ()
+    readers: ClassVar[dict[str, frozenset[str] | None]] = {}
+
+    def __init_subclass__(cls) -> None:
+        cls.fields = tuple(name for name in inspect.get_annotations(cls) if not name.startswith("_"))
+        declared = {name: cls.__dict__.get(name) for name in cls.fields}
+        cls.readers = {name: mark.gradients if isinstance(mark, ReadsFor) else None for name, mark in declared.items()}
+        for index, name in enumerate(cls.fields):
+            setattr(cls, name, property(itemgetter(index)))
+
+    def __new__(cls, *values: Any, **named: Any) -> Saved:
+        if named:
+            missing = [name for name in cls.fields[len(values) :] if name not in named]
+            if missing:
+                raise TypeError(f"{cls.__qualname__} has the fields {', '.join(cls.fields)}; {missing[0]} is missing")
+            values += tuple(named.pop(name) for name in cls.fields[len(values) :])
+        if named or len(values) != len(cls.fields):
+            got = f"{len(values)} values" + (f" and {', '.join(named)}" if named else "")
+            raise TypeError(f"{cls.__qualname__} has the fields ({', '.join(cls.fields)}), got {got}")
+        return tuple.__new__(cls, values)
+
+    def __getnewargs__(self) -> tuple:
+        return tuple(self)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__qualname__}({', '.join(f'{n}={v!r}' for n, v in zip(self.fields, self, strict=True))})"
+
+
+class Out:
+    """What a forward step returns: the stream, the extra outputs, and one record per op.
+
+    An op's `fwd` writes `Out(y, *extra_outputs, saved=Saved(...))`, a forward rule `Out(y, *extra_outputs,
+    slot=Saved(...))` with its slots' names. Records of ops that keep nothing are left out.
+    """
+
+    __slots__ = ("records", "values")
+
+    def __init__(self, *values: Tensor, **records: Saved) -> None:
+        self.values = values
+        self.records = records
+
+
+class Grads:
+    """What a backward step returns: the gradient of the stream, of the extra inputs, and of the parameters.
+
+    An op's `bwd` writes `Grads(dx, *d_extra_inputs, weight=dw)`, a backward rule `Grads(dx, *d_extra_inputs,
+    slot={"weight": dw})`. A gradient that nobody wants (`env.needs`) may be `None`, or left out if it is a parameter's.
+    """
+
+    __slots__ = ("params", "values")
+
+    def __init__(self, *values: Tensor | None, **params: Any) -> None:
+        self.values = values
+        self.params = params
+
+
+class Spec(NamedTuple):
+    """Shape, dtype and device of a value in the chain: what is known before anything runs."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def width(self) -> int:
+        """The last dimension."""
+        return self.shape[-1]
+
+
+class Names:
+    """A set of dotted names that is asked by attribute: `needs.x`, `needs.linear.weight`.
+
+    Asking for a name that does not exist raises `AttributeError`, so that a typing error is not a silent "no".
+    """
+
+    __slots__ = ("_known", "_set")
+
+    def __init__(self, names: frozenset[str], known: frozenset[str]) -> None:
+        self._set = names
+        self._known = known
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._known:
+            return name in self._set
+        prefix = name + "."
+        known = frozenset(n.removeprefix(prefix) for n in self._known if n.startswith(prefix))
+        if not known:
+            raise AttributeError(f"no {name!r} here; there are {', '.join(sorted(self._known)) or 'no names'}")
+        return Names(frozenset(n.removeprefix(prefix) for n in self._set if n.startswith(prefix)), known)
+
+    def __bool__(self) -> bool:
+        return bool(self._set)
+
+    def __iter__(self):
+        return iter(sorted(self._set))
+
+    def __repr__(self) -> str:
+        return f"Names({', '.join(self)})"
+
+
+@dataclass(frozen=True)
+class Env:
+    """One kind of call, as an op or a rule's conditions see it at their place in the chain.
+
+    Everything here is part of the plan's key, so a decision made from it holds for the whole life of the plan. There is
+    no rank and no number of rows: one plan serves them all.
+
+    Attributes:
+        dtype: of the stream where it enters the op or run.
+        device: of the stream.
+        width: last dimension of the stream, or `None` where an earlier op makes it depend on the number of rows.
+        out_dtype: dtype of the stream where it leaves.
+        extras: dtype of each extra input of the op or run, in order.
+        needs: which gradients are wanted: `needs.x`, `needs.weight` in an op, `needs.linear.weight` in a rule.
+        keeps: which fields of the records are kept for backward: `keeps.x` in an op, `keeps.act.x` in a rule.
+        grad_enabled: grad mode when the call started.
+        autocast: the dtype of autocast on this device, or `None` where it is off.
+        recipe: the recipe of the call (`None` until low precision comes).
+        backend: the forced kernel backend, or `None`.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    width: int | None
+    out_dtype: torch.dtype
+    extras: tuple[torch.dtype, ...]
+    needs: Names
+    keeps: Names
+    grad_enabled: bool
+    autocast: torch.dtype | None
+    recipe: Any = None
+    backend: str | None = None
+
+    @property
+    def device_type(self) -> str:
+        return self.device.type
+
+
+class Signature(NamedTuple):
+    """The argument names of an op's `reference`, told apart: `x`, the extra inputs, the parameters."""
+
+    extras: tuple[str, ...]
+    params: tuple[str, ...]
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        return ("x", *self.extras, *self.params)
+
+
+class Op(torch.nn.Module):
+    """One node of a chain. Subclass it, write `reference`, and put it into a `fusible.Sequential`.
+
+    `reference(self, x, *extra_inputs, *params)` is plain differentiable torch: the formula, the fallback and the truth
+    of the tests. It gets one argument per parameter that the op registered, by name and in that order, and returns `y`
+    or `(y, *extra_outputs)`.
+
+    `fwd(self, x, *extra_inputs, *params)` returns an `Out`, `bwd(self, saved, dy, *d_extra_outputs, *params)` returns
+    `Grads`. Both run with grad mode and autocast off, both may take a keyword-only `env`. An op has both or none; with
+    none the fuser differentiates `reference` inside its node. The gradient of an unused output arrives as `None`.
+
+    `infer` gives the output's `Spec`; without it the fuser asks `reference`, on fake tensors.
+
+    Called alone, an op is its `reference` with its own parameters.
+    """
+
+    num_extra_inputs: ClassVar[int] = 0
+    num_extra_outputs: ClassVar[int] = 0
+    #: Whether outputs may share memory with inputs; where this is False the fuser does not look.
+    aliases: ClassVar[bool] = True
+    #: Whether gradients may be views of incoming gradients (or one the other); handing one on as it is is no view.
+    grad_aliases: ClassVar[bool] = True
+    Saved: ClassVar[type[Saved]] = Saved
+
+    def reference(self, x: Tensor, *args: Any) -> Any:
+        raise NotImplementedError(f"{type(self).__name__} must define reference(self, x, ...), the plain formula")
+
+    def fwd(self, x: Tensor, *args: Any) -> Out:
+        raise NotImplementedError
+
+    def bwd(self, saved: Any, *args: Any) -> Grads:
+        raise NotImplementedError
+
+    def infer(self, x: Spec, *extras: Spec, autocast: torch.dtype | None = None) -> Spec | tuple[Spec, ...]:
+        """Spec of `y` (or of `y` and the extra outputs). Raises `ValueError` on input that does not fit the op."""
+        raise NotImplementedError
+
+    def replay(self, saved: Any, x: Tensor, *args: Any) -> Any:
+        """`reference` again, for double backward. An op that draws random numbers replays them from its record."""
+        return self.reference(x, *args)
+
+    def declines(self) -> str | None:
+        """Why these options cannot be part of a chain; the op then runs on its own, as a plain module."""
+        return None
+
+    def is_identity(self) -> bool:
+        """Whether the op does nothing now, judged by `training` and absent parameters only; the fuser then skips it."""
+        return False
+
+    def expand(self) -> tuple[Op, ...]:
+        """The ops that this one stands for in a chain, borrowing its parameters: itself, unless overridden."""
+        return (self,)
+
+    def sources(self) -> list[tuple[dict[str, Any], str]]:
+        """Where each parameter argument is read at each call: (a module's `_parameters`, name)."""
+        return [(self._parameters, name) for name in signature(type(self)).params]
+
+    def extra_input_names(self) -> tuple[str | None, ...]:
+        """Name of the channel that each extra input reads; `None` for one that the caller passes by position."""
+        return (None,) * self.num_extra_inputs
+
+    def extra_output_names(self) -> tuple[str | None, ...]:
+        """Name of the channel that each extra output feeds; `None` for one that goes to the caller."""
+        return (None,) * self.num_extra_outputs
+
+    def forward(self, x: Tensor, *extras: Tensor) -> Any:
+        return self.reference(x, *extras, *(getattr(self, name) for name in signature(type(self)).params))
+
+
+@cache
+def signature(kind: type[Op]) -> Signature:
+    """The names of extra inputs and parameters, read off `reference`."""
+    names = [p.name for p in inspect.signature(kind.reference).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    names = names[2:]  # without self and x
+    return Signature(tuple(names[: kind.num_extra_inputs]), tuple(names[kind.num_extra_inputs :]))
+
+
+def has_kernels(kind: type[Op]) -> bool:
+    """Whether the op wrote `fwd` and `bwd` (else the fuser differentiates `reference`)."""
+    return kind.fwd is not Op.fwd
+
+
+@cache
+def bwd_reads(kind: type[Op]) -> dict[str, frozenset[str] | None]:
+    """Per parameter of `bwd`: the gradients that read it, `None` for every one."""
+    if not has_kernels(kind):
+        return {name: frozenset() for name in signature(kind).params}
+    first = 3 + kind.num_extra_outputs  # self, saved, dy, d_extra_outputs
+    arguments = list(inspect.signature(kind.bwd).parameters.values())[first:]
+    marks = [a.default for a in arguments if a.kind is a.POSITIONAL_OR_KEYWORD]
+    readers = [mark.gradients if isinstance(mark, ReadsFor) else None for mark in marks]
+    return dict(zip(signature(kind).params, readers, strict=True))
+
+
+@cache
+def check_kind(kind: type[Op], registered: tuple[str, ...]) -> None:
+    """Raises `TypeError` if the signatures of an op's methods do not fit its parameters."""
+    name = kind.__name__
+    if kind.reference is Op.reference:
+        raise TypeError(f"{name} lacks reference(self, x, ...): write its formula in plain torch")
+    if (kind.fwd is Op.fwd) != (kind.bwd is Op.bwd):
+        missing = "bwd" if kind.bwd is Op.bwd else "fwd"
+        raise TypeError(f"{name} lacks {missing}: write both fwd and bwd, or neither and keep only reference")
+    extras, params = signature(kind)
+    shown = ", ".join(("x", *extras, *params))
+    for parameter in registered:
+        if parameter not in params:
+            wanted = ", ".join(("self", "x", *extras, *registered))
+            raise TypeError(
+                f"{name}.reference({shown}) lacks its parameter {parameter}; write reference({wanted})"
+            )
+    for parameter in params:
+        if parameter not in registered:
+            raise TypeError(
+                f"{name}.reference({shown}) asks for {parameter}, which the op has not registered; register a "
+                f"parameter {parameter}, or set num_extra_inputs if it is an extra input"
+            )
+    if params != registered:
+        raise TypeError(f"{name}.reference({shown}) has its parameters in another order than registered: {registered}")
+    if has_kernels(kind):
+        _check_arguments(kind, "fwd", ["x", *extras, *params])
+        outputs = ["d_extra_output"] * kind.num_extra_outputs
+        _check_arguments(kind, "bwd", ["saved", "dy", *outputs, *params])
+
+
+def _check_arguments(kind: type[Op], method: str, wanted: list[str]) -> None:
+    parameters = list(inspect.signature(getattr(kind, method)).parameters.values())[1:]
+    got = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(got) != len(wanted):
+        raise TypeError(
+            f"{kind.__name__}.{method} must take ({', '.join(wanted)}), got ({', '.join(got)}); "
+            f"write {method}(self, {', '.join(wanted)})"
+        )
+    keywords = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+    if keywords - {"env"}:
+        raise TypeError(f"{kind.__name__}.{method} may take the keyword env alone, got {', '.join(sorted(keywords))}")
+
+
+def takes_env(function: Any) -> bool:
+    """Whether a `fwd`, `bwd` or rule wants the keyword `env`."""
+    return "env" in inspect.signature(function).parameters
+
+
+def view(kind: type[Op], module: torch.nn.Module) -> Any:
+    """An op of type `kind` that reads its options and parameters from `module` at each use.
+
+    The two share one `__dict__`, so nothing can go stale; `kind` must find there every option that it reads, or have a
+    class attribute for it.
+    """
+    op = kind.__new__(kind)
+    op.__dict__ = module.__dict__
+    return op
