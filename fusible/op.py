@@ -231,7 +231,17 @@ class Op(torch.nn.Module):
     aliases: ClassVar[bool] = True
     #: Whether gradients may be views of incoming gradients (or one the other); handing one on as it is is no view.
     grad_aliases: ClassVar[bool] = True
+    #: Whether extra outputs whose channel is read inside the block go to the caller as well.
+    keep: bool = False
     Saved: ClassVar[type[Saved]] = Saved
+    #: The argument names of `reference`, read off it.
+    signature: ClassVar[Signature] = Signature((), ())
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        arguments = list(inspect.signature(cls.reference).parameters.values())[2:]  # without self and x
+        names = [a.name for a in arguments if a.kind is a.POSITIONAL_OR_KEYWORD]
+        cls.signature = Signature(tuple(names[: cls.num_extra_inputs]), tuple(names[cls.num_extra_inputs :]))
 
     def reference(self, x: Tensor, *args: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} must define reference(self, x, ...), the plain formula")
@@ -264,7 +274,7 @@ class Op(torch.nn.Module):
 
     def sources(self) -> list[tuple[dict[str, Any], str]]:
         """Where each parameter argument is read at each call: (a module's `_parameters`, name)."""
-        return [(self._parameters, name) for name in signature(type(self)).params]
+        return [(self._parameters, name) for name in self.signature.params]
 
     def extra_input_names(self) -> tuple[str | None, ...]:
         """Name of the channel that each extra input reads; `None` for one that the caller passes by position."""
@@ -275,15 +285,7 @@ class Op(torch.nn.Module):
         return (None,) * self.num_extra_outputs
 
     def forward(self, x: Tensor, *extras: Tensor) -> Any:
-        return self.reference(x, *extras, *(getattr(self, name) for name in signature(type(self)).params))
-
-
-@cache
-def signature(kind: type[Op]) -> Signature:
-    """The names of extra inputs and parameters, read off `reference`."""
-    names = [p.name for p in inspect.signature(kind.reference).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    names = names[2:]  # without self and x
-    return Signature(tuple(names[: kind.num_extra_inputs]), tuple(names[kind.num_extra_inputs :]))
+        return self.reference(x, *extras, *(getattr(self, name) for name in self.signature.params))
 
 
 def has_kernels(kind: type[Op]) -> bool:
@@ -295,12 +297,12 @@ def has_kernels(kind: type[Op]) -> bool:
 def bwd_reads(kind: type[Op]) -> dict[str, frozenset[str] | None]:
     """Per parameter of `bwd`: the gradients that read it, `None` for every one."""
     if not has_kernels(kind):
-        return {name: frozenset() for name in signature(kind).params}
+        return {name: frozenset() for name in kind.signature.params}
     first = 3 + kind.num_extra_outputs  # self, saved, dy, d_extra_outputs
     arguments = list(inspect.signature(kind.bwd).parameters.values())[first:]
     marks = [a.default for a in arguments if a.kind is a.POSITIONAL_OR_KEYWORD]
     readers = [mark.gradients if isinstance(mark, ReadsFor) else None for mark in marks]
-    return dict(zip(signature(kind).params, readers, strict=True))
+    return dict(zip(kind.signature.params, readers, strict=True))
 
 
 @cache
@@ -312,7 +314,7 @@ def check_kind(kind: type[Op], registered: tuple[str, ...]) -> None:
     if (kind.fwd is Op.fwd) != (kind.bwd is Op.bwd):
         missing = "bwd" if kind.bwd is Op.bwd else "fwd"
         raise TypeError(f"{name} lacks {missing}: write both fwd and bwd, or neither and keep only reference")
-    extras, params = signature(kind)
+    extras, params = kind.signature
     shown = ", ".join(("x", *extras, *params))
     for parameter in registered:
         if parameter not in params:

@@ -1,0 +1,29 @@
+"""fusible runs a chain of neural-network operations as one: forward, backward, and to autograd a single node."""
+
+from __future__ import annotations
+
+from fusible import kernels, ops, rules
+from fusible.op import Env, Grads, Op, Out, Saved, Spec, reads_for
+from fusible.rule import RuleSet, backward, forward, rewrite
+from fusible.sequential import Sequential, use_rules
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Env",
+    "Grads",
+    "Op",
+    "Out",
+    "RuleSet",
+    "Saved",
+    "Sequential",
+    "Spec",
+    "backward",
+    "forward",
+    "kernels",
+    "ops",
+    "reads_for",
+    "rewrite",
+    "rules",
+    "use_rules",
+]

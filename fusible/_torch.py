@@ -1,0 +1,63 @@
+"""Every private torch name that fusible uses. `tests/test_torch_names.py` fails loudly if a new torch lacks one."""
+
+from __future__ import annotations
+
+import torch
+from torch._C._autograd import _get_current_graph_task_keep_graph as keep_graph
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch._C._functorch import peek_interpreter_stack
+from torch.nn.modules import module as _module
+
+#: Whether a backward pass keeps its graph; True outside of one, the safe side.
+keep_graph = keep_graph
+
+#: Whether two tensors share one storage.
+shares_memory = torch._C._is_alias_of
+
+#: Whether autocast is on for any device type.
+any_autocast = torch._C._is_any_autocast_enabled
+
+#: Nonzero while a TorchDispatchMode is active.
+dispatch_modes = torch._C._len_torch_dispatch_stack
+
+#: Hooks on every module of the process (forward and backward, before and after).
+GLOBAL_MODULE_HOOKS = (
+    _module._global_forward_pre_hooks,
+    _module._global_forward_hooks,
+    _module._global_backward_pre_hooks,
+    _module._global_backward_hooks,
+)
+
+#: The hook dictionaries of one module; they keep their identity while hooks come and go.
+MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def saved_tensor_hooks() -> bool:
+    """Whether saved-tensor hooks (checkpoint, offload) want to see what is saved now."""
+    return _top_saved_tensors_default_hooks(False) is not None
+
+
+def seen_through() -> bool:
+    """Whether something looks through the code instead of running it, tensor subclasses aside.
+
+    True under `torch.compile`, `torch.export`, `torch.jit` tracing, `torch.func` transforms, forward-mode AD, and in
+    fake, functional and proxy tensor modes.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+        or (dispatch_modes() > 0 and _infra_mode())
+    )
+
+
+def _infra_mode() -> bool:
+    return any(torch._C._get_dispatch_mode(key) is not None for key in _INFRA_MODES)
+
+
+_INFRA_MODES = (
+    torch._C._TorchDispatchModeKey.FAKE,
+    torch._C._TorchDispatchModeKey.FUNCTIONAL,
+    torch._C._TorchDispatchModeKey.PROXY,
+)

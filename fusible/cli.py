@@ -1,0 +1,77 @@
+"""The commands: `python -m fusible info` and `python -m fusible demo`. Needs the extra `cli`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import fusible
+from fusible.demo.config import Config, InputError
+
+__all__ = ["app", "run"]
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="fusible runs a chain of neural-network operations as one.",
+    epilog="Example: python -m fusible demo --steps 100",
+)
+DEFAULT = Config()
+
+
+def run(arguments: list[str]) -> int:
+    """Runs a command and returns its exit code; a user's mistake is one line on stderr, and code 2."""
+    try:
+        return app(arguments or ["--help"], prog_name="python -m fusible", standalone_mode=False) or 0
+    except typer.TyperException as error:
+        return _fail(error.format_message(), error.exit_code)
+    except InputError as error:
+        return _fail(str(error), 2)
+
+
+def _fail(message: str, code: int) -> int:
+    Console(stderr=True, soft_wrap=True).print(f"fusible: {message}", markup=False, highlight=False)
+    return code
+
+
+@app.command(epilog="Example: python -m fusible info --json")
+def info(as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False) -> None:
+    """Show versions, devices, and which kernel backends are there."""
+    report = fusible.info()
+    print(json.dumps(report.to_dict(), indent=2) if as_json else report)
+
+
+@app.command(epilog="Example: python -m fusible demo --steps 100 --text book.txt --out book-demo")
+def demo(
+    steps: Annotated[int, typer.Option(help="Training steps of each variant.")] = DEFAULT.steps,
+    width: Annotated[int, typer.Option(help="Width of the model; a multiple of --heads.")] = DEFAULT.width,
+    layers: Annotated[int, typer.Option(help="Number of blocks.")] = DEFAULT.layers,
+    heads: Annotated[int, typer.Option(help="Attention heads.")] = DEFAULT.heads,
+    seed: Annotated[int, typer.Option(help="Seed of weights, batches and sample.")] = DEFAULT.seed,
+    out: Annotated[Path, typer.Option(help="Folder for picture, losses and weights.")] = Path("demo-out"),
+    text: Annotated[
+        Path | None, typer.Option(help="UTF-8 text to learn from, instead of Python's manual.", show_default=False)
+    ] = None,
+) -> None:
+    """Train one small language model twice, with torch.nn and with fusible, and compare.
+
+    Takes about two minutes on two CPU cores. Writes demo.png, losses.csv and model.pt. Ctrl-C ends it early and saves
+    what was trained so far.
+    """
+    config = Config(steps=steps, width=width, layers=layers, heads=heads, seed=seed)
+    from fusible.demo.main import INTERRUPTED, run_demo
+    from fusible.demo.worker import WorkerError
+
+    console = Console()
+    try:
+        code = run_demo(config, out, text, console)
+    except KeyboardInterrupt:
+        console.print("Stopped.")
+        code = INTERRUPTED
+    except WorkerError as error:
+        code = _fail(str(error), 1)
+    raise typer.Exit(code)

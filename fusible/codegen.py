@@ -1,0 +1,304 @@
+"""Straight-line functions for a plan: one forward, and one backward per set of arriving gradients.
+
+Their source is what `explain(x).source` prints. A value is `v3`, its gradient `d3`, a record `r1` (numbered by op).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fusible.checked import checked_backward, checked_forward
+from fusible.chain import Node
+from fusible.graph_op import GraphSaved
+from fusible.op import Saved, has_kernels
+from fusible.plan import Plan, Step, params_read_by
+
+__all__ = ["Function", "backward_function", "forward_function"]
+
+
+class Function(NamedTuple):
+    """A generated function in two forms: `run`, and `check`, which also checks each step's contract."""
+
+    run: Callable[..., Any]
+    check: Callable[..., Any]
+    source: str
+
+
+def _compile(lines: list[str], names: dict[str, Any], checks: dict[str, Any]) -> Function:
+    source = "\n".join(lines) + "\n"
+    code = compile(source, "<fusible plan>", "exec")
+    plain, checking = dict(names), {**names, **checks}
+    exec(code, plain)
+    exec(code, checking)
+    return Function(plain["run"], checking["run"], source)
+
+
+def saved_type(node: Node) -> type[Saved]:
+    """The type of a node's record."""
+    return type(node.op).Saved if has_kernels(type(node.op)) else GraphSaved
+
+
+def records(plan: Plan) -> list[Node]:
+    """The nodes with a record that is kept, in the order in which forward returns them."""
+    return [node for node in plan.nodes if plan.kept.get(plan.index(node))]
+
+
+# -- forward -----------------------------------------------------------------------------------------------------------
+
+
+def forward_function(plan: Plan, want_records: bool) -> Function:
+    """`run(*inputs, *params) -> (outputs, records)`, records as a list."""
+    kept = {id(node) for node in records(plan)} if want_records else set()
+    lines = [f"def run({', '.join(f'v{value}' for value in plan.inputs)}):"]
+    names: dict[str, Any] = {}
+    checks: dict[str, Any] = {}
+    last_use = _last_uses(plan)
+    for number, step in enumerate(plan.forward_steps):
+        names[f"f{number}"] = step.function
+        checks[f"f{number}"] = checked_forward(step, plan, want_records)
+        values = [f"v{value}" for value in _made(step)]
+        lines.append(f"    # {_comment(step)}")
+        lines.append(f"    o = f{number}({', '.join(_forward_arguments(plan, step))})")
+        lines.append(f"    {', '.join(values)}, = o.values")
+        for slot, node in _slots(step):
+            if id(node) in kept:
+                lines.append(f"    r{plan.index(node)} = {_record(plan, node, slot, names)}")
+        dead = [f"v{value}" for value in last_use.get(number, ())]
+        if dead:
+            lines.append(f"    del {', '.join(dead)}")
+    outputs = "".join(f"v{value}, " for value in plan.outputs)
+    kept_names = ", ".join(f"r{plan.index(node)}" for node in records(plan) if id(node) in kept)
+    lines.append(f"    return ({outputs}), [{kept_names}]")
+    return _compile(lines, names, checks)
+
+
+def _comment(step: Step) -> str:
+    ops = ", ".join(f"{node.path} {type(node.op).__name__}" for node in step.nodes)
+    return f"{ops}: {step.rule.name}" if step.rule else ops
+
+
+def _slots(step: Step) -> list[tuple[str, Node]]:
+    """(record name, node) of a step."""
+    if step.rule is None:
+        return [("saved", step.nodes[0])]
+    return [(slot.name, node) for slot, node in zip(step.rule.slots, step.slots, strict=True) if node is not None]
+
+
+def _made(step: Step) -> list[int]:
+    """The values that a forward step makes: the stream, then the extra outputs in order."""
+    return [step.nodes[-1].outs[0], *(value for node in step.nodes for value in node.outs[1:])]
+
+
+def _forward_arguments(plan: Plan, step: Step) -> list[str]:
+    extras: list[str] = []
+    params: list[str] = []
+    if step.rule is None:
+        node = step.nodes[0]
+        extras = [_name(value) for value in node.ins[1:]]
+        params = [_name(value) for value in plan.params[plan.index(node)]]
+    else:
+        for slot, node in zip(step.rule.slots, step.slots, strict=True):
+            extras += _padded([_name(value) for value in node.ins[1:]] if node else [], slot.num_extras)
+            own = plan.params[plan.index(node)] if node else ()
+            params += _padded([_name(value) for value in own], slot.num_params)
+    return [_name(step.nodes[0].ins[0]), *extras, *params]
+
+
+def _name(value: int | None) -> str:
+    return "None" if value is None else f"v{value}"
+
+
+def _padded(names: list[str], count: int) -> list[str]:
+    return names + ["None"] * (count - len(names))
+
+
+def _record(plan: Plan, node: Node, slot: str, names: dict[str, Any]) -> str:
+    """The expression for a record with the fields that are kept."""
+    kind, kept = saved_type(node), plan.kept[plan.index(node)]
+    got = f'o.records["{slot}"]'
+    if kept == kind.fields:
+        return got
+    names[f"R{plan.index(node)}"] = kind
+    fields = ", ".join(f"{got}[{i}]" if name in kept else "None" for i, name in enumerate(kind.fields))
+    return f"R{plan.index(node)}({fields})"
+
+
+def _last_uses(plan: Plan) -> dict[int, list[int]]:
+    """Per forward step: the values that are not used after it, and do not leave."""
+    last: dict[int, int] = {}
+    for number, step in enumerate(plan.forward_steps):
+        for value in _made(step):
+            last[value] = number
+        for value in (step.nodes[0].ins[0], *(v for node in step.nodes for v in node.ins[1:])):
+            if value is not None:
+                last[value] = number
+    dead: dict[int, list[int]] = {}
+    for value, number in last.items():
+        if value not in plan.outputs:
+            dead.setdefault(number, []).append(value)
+    return dead
+
+
+# -- backward ----------------------------------------------------------------------------------------------------------
+
+
+def backward_function(plan: Plan, arriving: Sequence[bool]) -> Function:
+    """`run(douts, records, params) -> gradients of plan's inputs and parameters that are wanted`, in order.
+
+    `douts` has one entry per output, `params` the parameters of `plan.read`.
+    """
+    return _Backward(plan, arriving).function()
+
+
+class _Backward:
+    def __init__(self, plan: Plan, arriving: Sequence[bool]) -> None:
+        self.plan = plan
+        self.lines = ["def run(douts, records, params):"]
+        self.names: dict[str, Any] = {}
+        self.checks: dict[str, Any] = {}
+        self.number = 0
+        self.parts: dict[int, list[str]] = {}  # per value: the variables that hold parts of its gradient
+        self.places = {id(node): place for place, node in enumerate(records(plan))}
+        self.arriving = arriving
+        dtypes = set(plan.dtypes.values())
+        self.mixed = len([dtype for dtype in dtypes if dtype is None or dtype.is_floating_point]) > 1
+
+    def function(self) -> Function:
+        plan = self.plan
+        douts = [f"d{place}_out" if here else "_" for place, here in enumerate(self.arriving)]
+        self.lines.append(f"    {', '.join(douts)}, = douts")
+        if plan.read:
+            self.lines.append(f"    {', '.join(f'v{value}' for value in plan.read)}, = params")
+        for place, (value, here) in enumerate(zip(plan.outputs, self.arriving, strict=True)):
+            if here and value in plan.wanted:
+                self.parts.setdefault(value, []).append(douts[place])
+        for step in reversed(plan.backward_steps):
+            self.step(step)
+        leaving = [self.gradient(value) or "None" for value in plan.inputs if value in plan.wanted]
+        self.lines.append(f"    return {', '.join(leaving)},")
+        return _compile(self.lines, self.names, self.checks)
+
+    def step(self, step: Step) -> None:
+        outs = _made(step)
+        here = [value for value in outs if self.parts.get(value)]
+        if not here:
+            return
+        if step.rule is not None and not self._covers(step, outs):
+            for own in reversed(self.plan.op_by_op[step]):
+                self.step(own)
+            return
+        gradients = [self.gradient(value) or "None" for value in outs]
+        records_, places = self._records(step)
+        call = [*records_, *gradients] if step.rule else [records_[0], *gradients]
+        name = f"b{self.number}"
+        self.names[name] = step.function
+        self.checks[name] = checked_backward(step, self.plan)
+        self.lines.append(f"    # {_comment(step)}")
+        self.lines.append(f"    g = {name}({', '.join([*call, *self._params(step)])})")
+        self.number += 1
+        self._take(step)
+        used = [g for g in gradients if g != "None"]
+        self.lines.append(f"    del {', '.join(['g', *dict.fromkeys(used)])}")
+        if places:
+            self.lines.append(f"    {' = '.join(f'records[{place}]' for place in places)} = None")
+
+    def _covers(self, step: Step, outs: list[int]) -> bool:
+        """Whether every gradient arrives that the rule cannot do without."""
+        assert step.rule is not None
+        run = {value for value in outs if self.parts.get(value)}
+        optional = step.rule.optional_gradients()
+        wanted = [step.nodes[-1].outs[0], *_slot_outputs(step)]
+        return all(value is None or value in run or may for value, may in zip(wanted, optional, strict=True))
+
+    def gradient(self, value: int) -> str | None:
+        """The variable with a value's gradient, its parts added up."""
+        parts = self.parts.get(value)
+        if not parts:
+            return None
+        if len(parts) > 1:
+            self.names["add"] = _add
+            self.lines.append(f"    {parts[0]} = add({', '.join(parts)})")
+            self.lines.append(f"    del {', '.join(parts[1:])}")
+            self.parts[value] = parts[:1]
+        return self.parts[value][0]
+
+    def _records(self, step: Step) -> tuple[list[str], list[int]]:
+        names: list[str] = []
+        places: list[int] = []
+        nodes: Sequence[Node | None] = step.slots if step.rule else step.nodes
+        for node in nodes:
+            if node is None:
+                names.append("None")
+            elif id(node) in self.places:
+                places.append(self.places[id(node)])
+                names.append(f"records[{places[-1]}]")
+            else:
+                kind = saved_type(node)
+                self.names[f"E{self.plan.index(node)}"] = kind(*[None] * len(kind.fields))
+                names.append(f"E{self.plan.index(node)}")
+        return names, places
+
+    def _params(self, step: Step) -> list[str]:
+        count = step.rule.num_params if step.rule else len(self.plan.params[self.plan.index(step.nodes[0])])
+        names = ["None"] * count
+        for value, position in params_read_by(self.plan, step):
+            if value in self.plan.read:
+                names[position] = f"v{value}"
+        return names
+
+    def _take(self, step: Step) -> None:
+        """Takes the wanted gradients out of `g`."""
+        plan = self.plan
+        stream = [step.nodes[0].ins[0], *_slot_extras(step)] if step.rule else list(step.nodes[0].ins)
+        for place, value in enumerate(stream):
+            self._keep(value, f"g.values[{place}]")
+        for slot, node in _slots(step):
+            params = zip(type(node.op).signature.params, plan.params[plan.index(node)], strict=True)
+            for name, value in params:
+                self._keep(value, f'g.params["{slot}"]["{name}"]' if step.rule else f'g.params["{name}"]')
+
+    def _keep(self, value: int | None, expression: str) -> None:
+        if value is None or value not in self.plan.wanted:
+            return
+        parts = self.parts.setdefault(value, [])
+        name = f"d{value}_{len(parts)}" if parts else f"d{value}"
+        parts.append(name)
+        self.lines.append(f"    {name} = {expression}")
+        dtype = self.plan.dtypes[value]
+        if self.mixed and dtype is not None:
+            self.names["cast"] = _cast
+            self.names[f"t{value}"] = dtype
+            self.lines.append(f"    {name} = cast({name}, t{value})")
+
+
+def _add(*gradients: torch.Tensor | None) -> torch.Tensor | None:
+    """The sum, in fresh memory; a parameter that a formula did not use has no gradient."""
+    there = [gradient for gradient in gradients if gradient is not None]
+    return sum(there[1:], there[0]) if there else None
+
+
+def _cast(gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    return gradient if gradient is None or gradient.dtype is dtype else gradient.to(dtype)
+
+
+def _slot_outputs(step: Step) -> list[int | None]:
+    """The extra outputs by slot, `None` where the slot is absent."""
+    assert step.rule is not None
+    result: list[int | None] = []
+    for slot, node in zip(step.rule.slots, step.slots, strict=True):
+        own: list[int | None] = list(node.outs[1:]) if node else []
+        result += own + [None] * (slot.num_outputs - len(own))
+    return result
+
+
+def _slot_extras(step: Step) -> list[int | None]:
+    """The extra inputs by slot, `None` where the slot is absent."""
+    assert step.rule is not None
+    result: list[int | None] = []
+    for slot, node in zip(step.rule.slots, step.slots, strict=True):
+        own = list(node.ins[1:]) if node else []
+        result += own + [None] * (slot.num_extras - len(own))
+    return result

@@ -1,0 +1,376 @@
+"""`OperationFuser`: finds the plan of a call and runs it under one `torch.autograd.Function`.
+
+The only file that knows autograd. The gradient rules G1 to G8 (docs/gradient-rules.md) are kept here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from fusible import _torch
+from fusible.chain import Chain
+from fusible.codegen import backward_function, forward_function, records
+from fusible.kernels import registry
+from fusible.plan import Call, Plan, make_plan
+from fusible.rule import RuleSet
+
+__all__ = ["OperationFuser"]
+
+#: Plans that one fuser keeps; beyond it the oldest goes.
+MAX_PLANS = 128
+#: Shapes that one plan remembers as checked.
+MAX_SHAPES = 256
+#: Checks every run of every plan, not the first alone; the tests set it.
+CHECK_ALWAYS = False
+
+PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+
+
+class Executable:
+    """A plan with its generated functions, and what the autograd node must know of it."""
+
+    def __init__(self, plan: Plan, num_inputs: int) -> None:
+        self.plan = plan
+        self.num_inputs = num_inputs
+        self.trains = bool(plan.live) and any(plan.differentiable)
+        self.forward = forward_function(plan, want_records=self.trains)
+        self.wanted = [place for place, value in enumerate(plan.inputs) if value in plan.wanted]
+        self.read = [plan.inputs.index(value) for value in plan.read]
+        self.shapes: set[tuple] = set()
+        self.checked = False
+        self.backwards: dict[tuple[bool, ...], list] = {}
+        self._find_aliases()
+
+    def _find_aliases(self) -> None:
+        """Which values may share memory, from what the ops declare."""
+        plan = self.plan
+        group: dict[int, int] = {value: value for value in plan.inputs}
+
+        def merge(values: Sequence[int]) -> None:
+            roots = {group.setdefault(value, value) for value in values}
+            first = min(roots)
+            for value, root in list(group.items()):
+                if root in roots:
+                    group[value] = first
+
+        for index, node in enumerate(plan.nodes):
+            ins = [value for value in (*node.ins, *plan.params[index]) if value is not None]
+            for value in node.outs:
+                group.setdefault(value, value)
+            if type(node.op).aliases:
+                merge([*ins, *node.outs])
+        for step in plan.forward_steps:
+            if step.rule:  # a rule may keep another of its values than the ops would
+                for node in step.nodes:
+                    merge([*node.outs[:1], *[v for v in node.ins[:1] if v is not None]])
+        caller = list(plan.inputs)
+        self.output_peers = [
+            ([p for p, v in enumerate(caller) if group[v] == group[out]],
+             [p for p, v in enumerate(plan.outputs) if p != place and group[v] == group[out]])
+            for place, out in enumerate(plan.outputs)
+        ]  # fmt: skip
+        self.all_fresh = not any(inputs or outputs for inputs, outputs in self.output_peers)
+        # Records that may hold a tensor of the caller's: an input, or what leaves the block.
+        exposed: list[tuple[int, list[int], list[int]]] = []
+        for place, node in enumerate(records(plan)):
+            mine = {group[value] for value in (*node.ins, *node.outs) if value is not None}
+            inputs = [p for p, v in enumerate(caller[: self.num_inputs]) if group[v] in mine]
+            outputs = [p for p, v in enumerate(plan.outputs) if group[v] in mine]
+            if inputs or outputs:
+                exposed.append((place, inputs, outputs))
+        self.exposed = exposed
+        self.gradients_alias = any(type(node.op).grad_aliases for node in plan.live)
+
+    def check_shapes(self, inputs: Sequence[Tensor]) -> None:
+        """Raises `ValueError` if shapes that this plan has not seen do not fit the ops."""
+        from fusible.infer import Specs
+
+        plan = self.plan
+        Specs(plan.chain.nodes, plan.autocast).propagate(dict(zip(plan.chain.inputs, inputs, strict=True)))
+        if len(self.shapes) >= MAX_SHAPES:
+            self.shapes.clear()
+        self.shapes.add(tuple([tensor.shape for tensor in inputs]))
+
+    def run(self, flat: Sequence[Tensor | None]) -> tuple[tuple[Tensor, ...], list]:
+        """The forward pass on inputs and parameters, with grad mode and autocast off."""
+        if self.checked and not CHECK_ALWAYS:
+            return self.forward.run(*flat)
+        result = self.forward.check(*flat)
+        self.checked = True
+        return result
+
+    def backward(self, douts: tuple, recs: list, params: Sequence[Tensor]) -> tuple:
+        arriving = tuple([d is not None for d in douts])
+        found = self.backwards.get(arriving)
+        if found is None:
+            found = self.backwards[arriving] = [backward_function(self.plan, arriving), False]
+        function, checked = found
+        if checked and not CHECK_ALWAYS:
+            return function.run(douts, recs, params)
+        result = function.check(douts, recs, params)
+        found[1] = True
+        return result
+
+    def replay(self, flat: Sequence[Tensor | None], recs: Sequence[Any]) -> tuple[Tensor, ...]:
+        """The outputs again, by the ops' plain formulas."""
+        plan = self.plan
+        values: dict[int | None, Tensor | None] = {None: None, **dict(zip(plan.inputs, flat, strict=True))}
+        kept = {id(node): record for node, record in zip(records(plan), recs, strict=True)}
+        for index, node in enumerate(plan.nodes):
+            args = [values[value] for value in (*node.ins, *plan.params[index])]
+            outs = node.op.replay(kept.get(id(node)), *args)
+            values.update(zip(node.outs, outs if isinstance(outs, tuple) else (outs,), strict=True))
+        return tuple(values[value] for value in plan.outputs)  # type: ignore[misc]
+
+
+class _Node(Function):
+    """The block's node in the autograd graph."""
+
+    @staticmethod
+    def forward(ctx: Any, executable: Executable, flat: list, *wanted: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        outs, recs = executable.run(flat)
+        plan = executable.plan
+        hooks = _torch.saved_tensor_hooks()
+        shared: list[Tensor] = []
+        ctx.places = _take_shared(executable, flat, outs, recs, shared, everything=hooks)
+        ctx.save_for_backward(*[flat[place] for place in executable.read], *shared)
+        ctx.executable, ctx.records = executable, recs
+        ctx.kept = bool(recs or shared or executable.read)
+        ctx.replayed = _replayable(flat, executable.num_inputs, shared if hooks else None)
+        leaving = _leave(executable, flat, outs)
+        if not all(plan.differentiable):
+            ctx.mark_non_differentiable(*[out for out, d in zip(leaving, plan.differentiable, strict=True) if not d])
+        return leaving if len(leaving) > 1 else leaving[0]
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Tensor | None) -> Any:
+        executable = ctx.executable
+        if not any(d is not None for d in douts):
+            return (None,) * (2 + len(executable.wanted))
+        saved = ctx.saved_tensors
+        if ctx.records is None:
+            raise RuntimeError(
+                "Trying to backward through the graph of a fusible block a second time: what it kept has been freed. "
+                "Specify retain_graph=True if you need to backward through it twice."
+            )
+        recs = list(ctx.records)
+        params = saved[: len(executable.read)]
+        _put_shared(recs, ctx.places, saved[len(params) :])
+        if torch.is_grad_enabled():
+            return None, None, *_differentiable_backward(ctx, saved[len(params) :], recs, douts)
+        if not _torch.keep_graph() and ctx.kept:
+            ctx.records = ctx.replayed = None
+        del saved
+        with _NoAutocast():
+            grads = executable.backward(douts, recs, params)
+        if executable.gradients_alias:
+            grads = _own_memory(grads, douts)
+        return None, None, *grads
+
+
+class _NoAutocast:
+    """Turns autocast off inside; entering costs next to nothing where it is off already."""
+
+    __slots__ = ("device_types",)
+
+    def __enter__(self) -> None:
+        self.device_types: Sequence[str] = ()
+        if _torch.any_autocast():
+            self.device_types = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+            for kind in self.device_types:
+                torch.set_autocast_enabled(kind, False)
+
+    def __exit__(self, *exc: Any) -> None:
+        for kind in self.device_types:
+            torch.set_autocast_enabled(kind, True)
+
+
+def _take_shared(
+    executable: Executable, flat: list, outs: tuple, recs: list, shared: list[Tensor], everything: bool
+) -> list[tuple[int, int]]:
+    """Moves the record fields that autograd must watch from `recs` to `shared`; returns their places.
+
+    Those are the ones that share memory with a tensor of the caller's, so that changing it in place is seen; under
+    saved-tensor hooks all of them.
+    """
+    places: list[tuple[int, int]] = []
+    exposed = [(place, None, None) for place in range(len(recs))] if everything else executable.exposed
+    for place, inputs, outputs in exposed:
+        record = recs[place]
+        peers = None if inputs is None else [*[flat[i] for i in inputs], *[outs[i] for i in outputs]]
+        taken = [
+            field
+            for field, value in enumerate(record)
+            if isinstance(value, Tensor) and (peers is None or any(_torch.shares_memory(value, peer) for peer in peers))
+        ]
+        if taken:
+            shared += [record[field] for field in taken]
+            places += [(place, field) for field in taken]
+            recs[place] = type(record)(*[None if f in taken else value for f, value in enumerate(record)])
+    return places
+
+
+def _replayable(flat: Sequence[Tensor | None], num_inputs: int, packed: list[Tensor] | None) -> list[Any]:
+    """What double backward would read: (tensor, version) each, or its place among `packed` under saved-tensor hooks.
+
+    There an input that backward does not read is left to nobody (`None`), so that checkpointing can free it.
+    """
+    entries: list[Any] = [(t, None if t is None or t.is_inference() else t._version) for t in flat]
+    if packed is not None:
+        for place in range(num_inputs):
+            entries[place] = next((at for at, tensor in enumerate(packed) if tensor is flat[place]), None)
+    return entries
+
+
+def _put_shared(recs: list, places: list[tuple[int, int]], tensors: Sequence[Tensor]) -> None:
+    for (place, field), tensor in zip(places, tensors, strict=True):
+        record = list(recs[place])
+        record[field] = tensor
+        recs[place] = type(recs[place])(*record)
+
+
+def _leave(executable: Executable, flat: Sequence[Tensor | None], outs: tuple) -> tuple[Tensor, ...]:
+    """What leaves the block with grad mode on (G4).
+
+    Alone in its memory: a detached tensor, which the caller may change in place. Sharing memory with an input or
+    another output: a view, so that autograd refuses in-place changes instead of getting a gradient wrong.
+    """
+    if executable.all_fresh:
+        return tuple([out.detach() for out in outs])
+    result = []
+    for out, (inputs, outputs) in zip(outs, executable.output_peers, strict=True):
+        peers = [*[flat[i] for i in inputs], *[outs[i] for i in outputs]]
+        shares = any(peer is not None and _torch.shares_memory(out, peer) for peer in peers)
+        result.append(out.view_as(out) if shares else out.detach())
+    return tuple(result)
+
+
+def _own_memory(grads: tuple, douts: tuple) -> tuple:
+    """Copies gradients that are views of an incoming one or of each other (law 5); one object may serve twice."""
+    result: list[Tensor | None] = []
+    for grad in grads:
+        peers = [*douts, *result]
+        if grad is not None and any(
+            peer is not None and peer is not grad and _torch.shares_memory(grad, peer) for peer in peers
+        ):
+            grad = grad.clone()
+        result.append(grad)
+    return tuple(result)
+
+
+def _differentiable_backward(ctx: Any, shared: Sequence[Tensor], recs: list, douts: tuple) -> list[Tensor | None]:
+    """Gradients that can be differentiated again: the ops' formulas are replayed under autograd (G7)."""
+    executable = ctx.executable
+    plan = executable.plan
+    flat = [_unchanged(entry, shared) for entry in ctx.replayed]
+    state = torch.get_rng_state()
+    device = plan.device.type
+    with torch.autocast(device, dtype=plan.autocast, enabled=plan.autocast is not None):
+        ins = [t.view_as(t) if place in executable.wanted else t for place, t in enumerate(flat)]
+        outs = executable.replay(ins, recs)
+    if not torch.equal(state, torch.get_rng_state()):
+        torch.set_rng_state(state)
+        raise RuntimeError(
+            "fusible: double backward through a block in which an op drew random numbers that it did not record; "
+            "take that op out, or give it a replay(saved, x, ...) that uses its record"
+        )
+    pairs = [(out, d) for out, d in zip(outs, douts, strict=True) if d is not None and out.requires_grad]
+    inputs = [ins[place] for place in executable.wanted]
+    found, given = zip(*pairs, strict=True) if pairs else ((), ())
+    return torch.autograd.grad(found, inputs, given, create_graph=True, allow_unused=True) if pairs else [None] * len(inputs)
+
+
+def _unchanged(entry: Any, shared: Sequence[Tensor]) -> Tensor | None:
+    """An input for double backward, if it still is what forward saw."""
+    if isinstance(entry, int):
+        return shared[entry]
+    if entry is None:
+        raise RuntimeError(
+            "fusible: double backward needs the block's input, which is not kept under saved-tensor hooks; run this "
+            "block outside of them"
+        )
+    tensor, version = entry
+    if tensor is not None and version is not None and tensor._version != version:
+        raise RuntimeError(
+            f"fusible: double backward needs a tensor that was changed in place after forward (shape "
+            f"{list(tensor.shape)}, version {tensor._version}, expected {version}); clone it before changing it"
+        )
+    return tensor
+
+
+class OperationFuser:
+    """Runs a chain of ops, fused by rules, as one autograd node.
+
+    Keeps one plan per kind of call: last dimension, dtype, device and `requires_grad` of each input and parameter,
+    `training` of each op, grad mode, autocast, forced kernel backend, rules and recipe. Rows, rank and strides are not
+    part of it.
+    """
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain = chain
+        sources: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+        for node in chain.nodes:
+            for owner, name in node.op.sources():
+                sources.setdefault((id(owner), name), (owner, name))
+        self.sources = list(sources.values())
+        self.dicts = [node.op.__dict__ for node in chain.nodes]
+        self.rules: RuleSet | None = None
+        self.plans: dict[tuple, Executable | None] = {}
+        self.by_rules: dict[RuleSet, dict[tuple, Executable | None]] = {}
+
+    def __call__(self, inputs: tuple[Tensor, ...], rules: RuleSet) -> tuple[Tensor, ...] | None:
+        """The chain's outputs, the stream first; `None` if a parameter's type asks for the plain path."""
+        executable, flat, grad = self.find(inputs, rules)
+        if executable is None:
+            return None
+        shapes = tuple([tensor.shape for tensor in inputs])
+        if shapes not in executable.shapes:
+            executable.check_shapes(inputs)
+        if executable.trains:
+            with _NoAutocast():
+                outs = _Node.apply(executable, flat, *[flat[place] for place in executable.wanted])
+            return outs if type(outs) is tuple else (outs,)
+        with _NoAutocast():
+            outs = executable.run(flat)[0]
+        return _leave(executable, flat, outs) if grad else tuple([out.detach() for out in outs])
+
+    def find(self, inputs: tuple[Tensor, ...], rules: RuleSet) -> tuple[Executable | None, list, bool]:
+        """The plan for this kind of call, made if it is new; with the flat list of inputs and parameters."""
+        if rules is not self.rules:
+            self.plans = self.by_rules.setdefault(rules, {})
+            self.rules = rules
+        params = [owner[name] for owner, name in self.sources]
+        grad = torch.is_grad_enabled()
+        autocast = None
+        if _torch.any_autocast():
+            kind = inputs[0].device.type
+            autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        key = (
+            grad,
+            autocast,
+            registry.forced(),
+            *[(t.shape[-1], t.dtype, t.device, t.requires_grad) for t in inputs],
+            *[None if p is None else (p.dtype, p.device, p.requires_grad, type(p)) for p in params],
+            *[d["training"] for d in self.dicts],
+        )
+        try:
+            executable = self.plans[key]
+        except KeyError:
+            executable = self._plan(key, inputs, params, rules, grad, autocast)
+        return executable, [*inputs, *params], grad
+
+    def _plan(self, key: tuple, inputs: tuple, params: list, rules: RuleSet, grad: bool, autocast: Any) -> Any:
+        executable = None
+        if all(p is None or type(p) in PLAIN_TENSORS for p in params):
+            call = Call(inputs, tuple(params), rules, grad, autocast, registry.forced())
+            executable = Executable(make_plan(self.chain, self.sources, call), len(inputs))
+        if len(self.plans) >= MAX_PLANS:
+            del self.plans[next(iter(self.plans))]
+        self.plans[key] = executable
+        return executable

@@ -1,0 +1,279 @@
+"""`fusible.Sequential`: a `torch.nn.Sequential` whose forward and backward run fused."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusible import _torch
+from fusible.chain import Chain, Layout, Split, resolve
+from fusible.fuser import PLAIN_TENSORS, OperationFuser
+from fusible.op import Op
+from fusible.ops import Residual
+from fusible.rule import Rule, RuleSet
+from fusible.rules import DEFAULT
+
+__all__ = ["Sequential", "use_rules"]
+
+
+class _InUse(threading.local):
+    rules: RuleSet | None = None
+
+
+_in_use = _InUse()
+
+
+@contextmanager
+def use_rules(rules: Iterable[Rule]) -> Iterator[RuleSet]:
+    """Makes every block of this thread use these rules, over its own `rules=`; the innermost wins.
+
+    A backward uses the rules of its forward, wherever it runs. `fusible.rules.NONE` turns fusion off.
+    """
+    new = rules if isinstance(rules, RuleSet) else RuleSet(rules)
+    before, _in_use.rules = _in_use.rules, new
+    try:
+        yield new
+    finally:
+        _in_use.rules = before
+
+
+class Sequential(torch.nn.Sequential):
+    """Runs ops one after another, fused; to autograd it is one node.
+
+    A `torch.nn.Sequential` with the same constructor, container methods, names and state-dict keys. It takes `ops` and
+    `torch.nn` modules alike; a module that is no op runs as it is, between two chains.
+
+    Args:
+        *modules: ops and modules in order, or one `OrderedDict` of them.
+        rules: the rules that may fuse them, a `RuleSet` or an iterable of rules; `fusible.rules.DEFAULT` if not given.
+        inputs: names of inputs that are passed by keyword and served to every op that asks for them.
+
+    Call it as `block(x, *extra_inputs, **inputs)`. It returns `y`, or `(y, *extra_outputs)` in chain order.
+
+    Raises:
+        TypeError: a wrong number of extra inputs, a non-tensor, a module that breaks the contract of ops.
+        ValueError: sizes, dtypes or devices that do not fit; channel names that do not work out.
+    """
+
+    def __init__(self, *modules: Any, rules: Iterable[Rule] | None = None, inputs: Iterable[str] = ()) -> None:
+        named = modules[0].items() if len(modules) == 1 and isinstance(modules[0], OrderedDict) else enumerate(modules)
+        for name, module in named:
+            if not isinstance(module, torch.nn.Module):
+                hint = f"; write {module.__name__}(...)" if isinstance(module, type) else ""
+                raise TypeError(f"op {name} must be an op or a torch.nn module, got {_shown(module)}{hint}")
+        super().__init__(*modules)
+        self._rules = None if rules is None else RuleSet(rules)
+        self._inputs = (inputs,) if isinstance(inputs, str) else tuple(inputs)
+        self._state: _State | None = None
+        self._resolve()
+
+    @property
+    def rules(self) -> RuleSet:
+        """The rules of this block where no `use_rules` is open."""
+        return DEFAULT if self._rules is None else self._rules
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the inputs passed by keyword."""
+        return self._inputs
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def forward(self, x: Tensor, *extra_inputs: Tensor, **inputs: Tensor) -> Any:
+        if _torch.seen_through() or type(x) not in PLAIN_TENSORS:
+            if not isinstance(x, (Tensor, torch.fx.Proxy)):
+                raise TypeError(f"{type(self).__name__}: x must be a tensor, got {_shown(x)}")
+            return self.reference(x, *extra_inputs, **inputs)
+        state = self._state
+        if state is None or not state.layout.watch.unchanged():
+            state = self._resolve()
+        if extra_inputs or inputs or state.takes:
+            values = state.bind(x, extra_inputs, inputs)
+        else:
+            values = None
+        rules = _in_use.rules
+        if rules is None:
+            rules = DEFAULT if self._rules is None else self._rules
+        try:
+            if state.single is not None and values is None:
+                outs = state.single((x,), rules)
+                if outs is None:
+                    return self.reference(x)
+                return outs[0] if len(outs) == 1 else outs
+            outs = state.run(x, values or {}, rules)
+        except IndexError:
+            if x.dim() == 0:
+                raise ValueError(f"{type(self).__name__}: x must have at least one dimension, got a scalar") from None
+            raise
+        if outs is None:
+            return self.reference(x, *extra_inputs, **inputs)
+        return outs[0] if len(outs) == 1 else outs
+
+    def reference(self, x: Tensor, *extra_inputs: Tensor, **inputs: Tensor) -> Any:
+        """The block in plain torch: each op's formula under ordinary autograd, module by module, nothing fused."""
+        run = _Plain(extra_inputs, inputs, self._inputs)
+        y = run.container(self, x)
+        return run.finish(y, type(self).__name__)
+
+    def _resolve(self) -> _State:
+        self._state = _State(resolve(self, self._inputs, _opens), type(self).__name__)
+        return self._state
+
+    # -- container ---------------------------------------------------------------------------------------------------
+
+    def _like(self, modules: Any) -> Sequential:
+        return type(self)(modules, rules=self._rules, inputs=self._inputs)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return _part(self, OrderedDict(list(self._modules.items())[index]))
+        return super().__getitem__(index)
+
+    def __add__(self, other: Any) -> Sequential:
+        if not isinstance(other, torch.nn.Sequential):
+            return NotImplemented
+        modules = [*self, *other]
+        inputs = dict.fromkeys((*self._inputs, *(other._inputs if isinstance(other, Sequential) else ())))
+        return Sequential(*modules, rules=self._rules, inputs=inputs)
+
+    def __mul__(self, count: int) -> Sequential:
+        if not isinstance(count, int):
+            return NotImplemented
+        if count <= 0:
+            raise ValueError(f"Sequential * {count}: the count must be positive")
+        return Sequential(*[copy.deepcopy(module) for _ in range(count) for module in self],
+                          rules=self._rules, inputs=self._inputs)  # fmt: skip
+
+    def __rmul__(self, count: int) -> Sequential:
+        return self * count
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_state": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "_state": None})
+
+
+def _part(block: Sequential, modules: OrderedDict[str, Any]) -> Sequential:
+    """A slice: it declares the shared inputs that its own ops read."""
+    read = {name for module in modules.values() for op in module.modules() if isinstance(op, Op)
+            for name in op.extra_input_names()}  # fmt: skip
+    return Sequential(modules, rules=block._rules, inputs=[name for name in block._inputs if name in read])
+
+
+def _shown(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"{value!r} ({type(value).__name__})"
+
+
+def _opens(module: torch.nn.Module) -> bool:
+    """Whether a module inside a block is opened, and its ops are fused with their neighbours."""
+    if type(module) is Sequential:
+        return module._rules is None and "forward" not in module.__dict__
+    return type(module) in (torch.nn.Sequential, Residual) and "forward" not in module.__dict__
+
+
+class _State:
+    """A resolved container with one fuser per chain."""
+
+    def __init__(self, layout: Layout, name: str) -> None:
+        self.layout = layout
+        self.name = name
+        self.parts: list[OperationFuser | Split] = [
+            OperationFuser(part) if isinstance(part, Chain) else part for part in layout.parts
+        ]
+        self.takes = bool(layout.positional or layout.shared)
+        only = self.parts[0] if len(self.parts) == 1 else None
+        self.single = only if isinstance(only, OperationFuser) and not self.takes else None
+
+    def bind(self, x: Tensor, extras: tuple, named: dict[str, Any]) -> dict[int, Tensor]:
+        """Value numbers of the extra inputs. Raises `TypeError` if they are not the ones that the block takes."""
+        positional, shared = self.layout.positional, self.layout.shared
+        if len(extras) != len(positional):
+            who = f" ({', '.join(label for _, label in positional)})" if positional else ""
+            call = ", ".join(["x"] + [f"extra{i}" for i in range(len(positional))])
+            raise TypeError(
+                f"{self.name} takes {len(positional)} extra inputs{who}, got {len(extras)}; call it as block({call})"
+            )
+        for name in named:
+            if name not in shared:
+                raise TypeError(
+                    f"{self.name} takes no input {name!r}; it has {', '.join(shared) or 'none'}, declared by inputs="
+                )
+        missing = [name for name in shared if name not in named]
+        if missing:
+            raise TypeError(f"{self.name} needs its input {missing[0]!r}; pass block(x, {missing[0]}=...)")
+        values = {value: extra for (value, _), extra in zip(positional, extras, strict=True)}
+        values.update((shared[name], tensor) for name, tensor in named.items())
+        for tensor in values.values():
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{self.name}: extra inputs must be tensors, got {_shown(tensor)}")
+        return values
+
+    def run(self, x: Tensor, values: dict[int, Tensor], rules: RuleSet) -> tuple[Tensor, ...] | None:
+        """Runs chains and splits in order; `None` if a tensor's type asks for the plain path."""
+        if any(type(tensor) not in PLAIN_TENSORS for tensor in values.values()):
+            return None
+        for part in self.parts:
+            if isinstance(part, Split):
+                x = part.module(x)
+                continue
+            chain = part.chain
+            outs = part((x, *[values[value] for value in chain.inputs[1:]]), rules)
+            if outs is None:
+                return None
+            x = outs[0]
+            values.update(zip(chain.outputs[1:], outs[1:], strict=True))
+        return (x, *[values[value] for value in self.layout.outputs])
+
+
+class _Plain:
+    """Walks the modules of a block and calls each as it is, channels in hand."""
+
+    def __init__(self, extras: tuple, named: dict[str, Any], inputs: tuple[str, ...]) -> None:
+        self.extras = list(extras)
+        self.channels = dict(named)
+        self.inputs = inputs
+        self.outputs: list[tuple[Any, Tensor, bool]] = []
+        self.read: set[Any] = set()
+
+    def container(self, container: torch.nn.Module, x: Tensor) -> Tensor:
+        for child in container._modules.values():
+            if isinstance(child, Residual) and not child._forward_hooks and not child._forward_pre_hooks:
+                x = x + self.container(child, x)
+            elif isinstance(child, torch.nn.Sequential) and _opens(child) and not any(child._forward_hooks):
+                x = self.container(child, x)
+            elif isinstance(child, Op) and (child.num_extra_inputs or child.num_extra_outputs):
+                x = self.op(child, x)
+            else:
+                x = child(x)
+        return x
+
+    def op(self, op: Op, x: Tensor) -> Tensor:
+        extras = [self.take(name) for name in op.extra_input_names()]
+        outs = op(x, *extras)
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        for name, out in zip(op.extra_output_names(), outs[1:], strict=True):
+            self.channels[name] = out
+            self.outputs.append((name, out, op.keep))
+        return outs[0]
+
+    def take(self, name: Any) -> Tensor:
+        if name is None:
+            if not self.extras:
+                raise TypeError("the block takes more extra inputs than it got")
+            return self.extras.pop(0)
+        self.read.add(name)
+        return self.channels[name]
+
+    def finish(self, y: Tensor, name: str) -> Any:
+        if self.extras:
+            raise TypeError(f"{name} got {len(self.extras)} extra inputs too many")
+        outs = [out for name, out, keep in self.outputs if name is None or keep or name not in self.read]
+        return (y, *outs) if outs else y
