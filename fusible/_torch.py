@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch._C._autograd import _get_current_graph_task_keep_graph as keep_graph
 from torch._C._autograd import _top_saved_tensors_default_hooks
@@ -16,6 +18,11 @@ shares_memory = torch._C._is_alias_of
 
 #: Whether autocast is on for any device type.
 any_autocast = torch._C._is_any_autocast_enabled
+
+#: Activations without the Python wrapper of `torch.nn.functional` and with their in-place forms.
+gelu_ = torch._C._nn.gelu_
+silu = torch._C._nn.silu
+silu_ = torch._C._nn.silu_
 
 #: Nonzero while a TorchDispatchMode is active.
 dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -61,3 +68,15 @@ _INFRA_MODES = (
     torch._C._TorchDispatchModeKey.FUNCTIONAL,
     torch._C._TorchDispatchModeKey.PROXY,
 )
+
+
+def fake_mode() -> Any:
+    """A context in which tensors have shapes and no data. Loading it takes a second, so only on demand."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """The identity of a tensor's memory, also of a fake one's."""
+    return tensor.untyped_storage()._cdata

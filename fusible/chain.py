@@ -77,7 +77,7 @@ class Watch:
     """What a layout was made from, compared with what is there now, at each call.
 
     Sees a changed container, module hooks that come or go (global ones too), a replaced `forward`, a changed type
-    (parametrizations) and a replaced `_parameters`.
+    (parametrizations) and a replaced `_parameters`. A parameter that is gone shows when the fuser reads it.
     """
 
     def __init__(self) -> None:
@@ -96,26 +96,19 @@ class Watch:
         self.hooks += _hooks(module)
 
     def close(self) -> None:
-        self._dicts = [module.__dict__ for module in self.modules]
-        self._types = [type(module) for module in self.modules]
-        self._params = [module._parameters for module in self.modules]
-        self._absent = [None] * len(self.modules)
-        self._names = [(module._parameters, set(module._parameters)) for module in self.modules if module._parameters]
+        self._watched = [(m, type(m), m.__dict__, m._parameters) for m in self.modules]
 
     def unchanged(self) -> bool:
         """Whether the layout still holds."""
         for children, were in self.containers:
             if list(children.values()) != were:
                 return False
-        return (
-            not any(self.hooks)
-            and any(_torch.GLOBAL_MODULE_HOOKS) is self.global_hooks
-            and [type(module) for module in self.modules] == self._types
-            and [d.get("forward") for d in self._dicts] == self._absent
-            and all([d["_parameters"] is p for d, p in zip(self._dicts, self._params)])  # noqa: B905, C419 - hot
-            and all([p.keys() == names for p, names in self._names])  # noqa: C419 - hot
-            and all(any(_hooks(module)) for module in self.hooked)
-        )
+        if any(self.hooks) or any(_torch.GLOBAL_MODULE_HOOKS) is not self.global_hooks:
+            return False
+        for module, kind, attributes, parameters in self._watched:
+            if type(module) is not kind or "forward" in attributes or attributes["_parameters"] is not parameters:
+                return False
+        return not self.hooked or all(any(_hooks(module)) for module in self.hooked)
 
 
 def _hooks(module: torch.nn.Module) -> list[dict[int, Any]]:

@@ -6,11 +6,10 @@ Their source is what `explain(x).source` prints. A value is `v3`, its gradient `
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from fusible.checked import checked_backward, checked_forward
 from fusible.chain import Node
 from fusible.graph_op import GraphSaved
 from fusible.op import Saved, has_kernels
@@ -19,21 +18,21 @@ from fusible.plan import Plan, Step, params_read_by
 __all__ = ["Function", "backward_function", "forward_function"]
 
 
-class Function(NamedTuple):
-    """A generated function in two forms: `run`, and `check`, which also checks each step's contract."""
+class Function:
+    """A generated function: its source, and ways to bind the steps that it calls."""
 
-    run: Callable[..., Any]
-    check: Callable[..., Any]
-    source: str
+    def __init__(self, lines: list[str], names: dict[str, Any], steps: dict[str, Step]) -> None:
+        self.source = "\n".join(lines) + "\n"
+        self.steps = steps
+        self._code = compile(self.source, "<fusible plan>", "exec")
+        self._names = names
+        self.run = self.bind(lambda step: step.function)
 
-
-def _compile(lines: list[str], names: dict[str, Any], checks: dict[str, Any]) -> Function:
-    source = "\n".join(lines) + "\n"
-    code = compile(source, "<fusible plan>", "exec")
-    plain, checking = dict(names), {**names, **checks}
-    exec(code, plain)
-    exec(code, checking)
-    return Function(plain["run"], checking["run"], source)
+    def bind(self, function_of: Callable[[Step], Callable[..., Any]]) -> Callable[..., Any]:
+        """The function, calling `function_of(step)` for each step."""
+        space = {**self._names, **{name: function_of(step) for name, step in self.steps.items()}}
+        exec(self._code, space)
+        return space["run"]
 
 
 def saved_type(node: Node) -> type[Saved]:
@@ -54,11 +53,10 @@ def forward_function(plan: Plan, want_records: bool) -> Function:
     kept = {id(node) for node in records(plan)} if want_records else set()
     lines = [f"def run({', '.join(f'v{value}' for value in plan.inputs)}):"]
     names: dict[str, Any] = {}
-    checks: dict[str, Any] = {}
+    steps: dict[str, Step] = {}
     last_use = _last_uses(plan)
     for number, step in enumerate(plan.forward_steps):
-        names[f"f{number}"] = step.function
-        checks[f"f{number}"] = checked_forward(step, plan, want_records)
+        steps[f"f{number}"] = step
         values = [f"v{value}" for value in _made(step)]
         lines.append(f"    # {_comment(step)}")
         lines.append(f"    o = f{number}({', '.join(_forward_arguments(plan, step))})")
@@ -72,7 +70,7 @@ def forward_function(plan: Plan, want_records: bool) -> Function:
     outputs = "".join(f"v{value}, " for value in plan.outputs)
     kept_names = ", ".join(f"r{plan.index(node)}" for node in records(plan) if id(node) in kept)
     lines.append(f"    return ({outputs}), [{kept_names}]")
-    return _compile(lines, names, checks)
+    return Function(lines, names, steps)
 
 
 def _comment(step: Step) -> str:
@@ -158,8 +156,7 @@ class _Backward:
         self.plan = plan
         self.lines = ["def run(douts, records, params):"]
         self.names: dict[str, Any] = {}
-        self.checks: dict[str, Any] = {}
-        self.number = 0
+        self.steps: dict[str, Step] = {}
         self.parts: dict[int, list[str]] = {}  # per value: the variables that hold parts of its gradient
         self.places = {id(node): place for place, node in enumerate(records(plan))}
         self.arriving = arriving
@@ -179,7 +176,7 @@ class _Backward:
             self.step(step)
         leaving = [self.gradient(value) or "None" for value in plan.inputs if value in plan.wanted]
         self.lines.append(f"    return {', '.join(leaving)},")
-        return _compile(self.lines, self.names, self.checks)
+        return Function(self.lines, self.names, self.steps)
 
     def step(self, step: Step) -> None:
         outs = _made(step)
@@ -193,12 +190,10 @@ class _Backward:
         gradients = [self.gradient(value) or "None" for value in outs]
         records_, places = self._records(step)
         call = [*records_, *gradients] if step.rule else [records_[0], *gradients]
-        name = f"b{self.number}"
-        self.names[name] = step.function
-        self.checks[name] = checked_backward(step, self.plan)
+        name = f"b{len(self.steps)}"
+        self.steps[name] = step
         self.lines.append(f"    # {_comment(step)}")
         self.lines.append(f"    g = {name}({', '.join([*call, *self._params(step)])})")
-        self.number += 1
         self._take(step)
         used = [g for g in gradients if g != "None"]
         self.lines.append(f"    del {', '.join(['g', *dict.fromkeys(used)])}")

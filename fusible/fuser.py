@@ -5,7 +5,8 @@ The only file that knows autograd. The gradient rules G1 to G8 (docs/gradient-ru
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.autograd import Function
 
 from fusible import _torch
 from fusible.chain import Chain
+from fusible.checked import checked_backward, checked_forward
 from fusible.codegen import backward_function, forward_function, records
 from fusible.kernels import registry
 from fusible.plan import Call, Plan, make_plan
@@ -29,6 +31,10 @@ MAX_SHAPES = 256
 CHECK_ALWAYS = False
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+
+
+class ParametersChanged(Exception):
+    """A module no longer has a parameter that its op reads; the container must be looked at again."""
 
 
 class Executable:
@@ -64,10 +70,6 @@ class Executable:
                 group.setdefault(value, value)
             if type(node.op).aliases:
                 merge([*ins, *node.outs])
-        for step in plan.forward_steps:
-            if step.rule:  # a rule may keep another of its values than the ops would
-                for node in step.nodes:
-                    merge([*node.outs[:1], *[v for v in node.ins[:1] if v is not None]])
         caller = list(plan.inputs)
         self.output_peers = [
             ([p for p, v in enumerate(caller) if group[v] == group[out]],
@@ -75,16 +77,25 @@ class Executable:
             for place, out in enumerate(plan.outputs)
         ]  # fmt: skip
         self.all_fresh = not any(inputs or outputs for inputs, outputs in self.output_peers)
-        # Records that may hold a tensor of the caller's: an input, or what leaves the block.
-        exposed: list[tuple[int, list[int], list[int]]] = []
+        self.exposed = self._exposed(group)
+        self.gradients_alias = any(type(node.op).grad_aliases for node in plan.live)
+
+    def _exposed(self, group: dict[int, int]) -> list[tuple[int, list[int], list[int]]]:
+        """Records that may hold a tensor of the caller's: (place, peers among the inputs, peers among the outputs).
+
+        A record holds what its op takes or makes or, where a rule runs, what the rule's run does.
+        """
+        plan = self.plan
+        run_of = {id(node): step.nodes for step in plan.forward_steps for node in step.nodes}
+        exposed = []
         for place, node in enumerate(records(plan)):
-            mine = {group[value] for value in (*node.ins, *node.outs) if value is not None}
-            inputs = [p for p, v in enumerate(caller[: self.num_inputs]) if group[v] in mine]
-            outputs = [p for p, v in enumerate(plan.outputs) if group[v] in mine]
+            run = run_of[id(node)]
+            near = {group[value] for n in run for value in (*n.ins, *n.outs) if value is not None}
+            inputs = [p for p, v in enumerate(plan.inputs[: self.num_inputs]) if group[v] in near]
+            outputs = [p for p, v in enumerate(plan.outputs) if group[v] in near]
             if inputs or outputs:
                 exposed.append((place, inputs, outputs))
-        self.exposed = exposed
-        self.gradients_alias = any(type(node.op).grad_aliases for node in plan.live)
+        return exposed
 
     def check_shapes(self, inputs: Sequence[Tensor]) -> None:
         """Raises `ValueError` if shapes that this plan has not seen do not fit the ops."""
@@ -100,7 +111,8 @@ class Executable:
         """The forward pass on inputs and parameters, with grad mode and autocast off."""
         if self.checked and not CHECK_ALWAYS:
             return self.forward.run(*flat)
-        result = self.forward.check(*flat)
+        check = self.forward.bind(lambda step: checked_forward(step, self.plan, self.trains))
+        result = check(*flat)
         self.checked = True
         return result
 
@@ -112,7 +124,8 @@ class Executable:
         function, checked = found
         if checked and not CHECK_ALWAYS:
             return function.run(douts, recs, params)
-        result = function.check(douts, recs, params)
+        check = function.bind(lambda step: checked_backward(step, self.plan))
+        result = check(douts, recs, params)
         found[1] = True
         return result
 
@@ -128,7 +141,7 @@ class Executable:
         return tuple(values[value] for value in plan.outputs)  # type: ignore[misc]
 
 
-class _Node(Function):
+class Fused(Function):
     """The block's node in the autograd graph."""
 
     @staticmethod
@@ -167,28 +180,30 @@ class _Node(Function):
         if not _torch.keep_graph() and ctx.kept:
             ctx.records = ctx.replayed = None
         del saved
-        with _NoAutocast():
+        if _torch.any_autocast():
+            with _autocast_off():
+                grads = executable.backward(douts, recs, params)
+        else:
             grads = executable.backward(douts, recs, params)
         if executable.gradients_alias:
             grads = _own_memory(grads, douts)
         return None, None, *grads
 
 
-class _NoAutocast:
-    """Turns autocast off inside; entering costs next to nothing where it is off already."""
-
-    __slots__ = ("device_types",)
-
-    def __enter__(self) -> None:
-        self.device_types: Sequence[str] = ()
-        if _torch.any_autocast():
-            self.device_types = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-            for kind in self.device_types:
-                torch.set_autocast_enabled(kind, False)
-
-    def __exit__(self, *exc: Any) -> None:
-        for kind in self.device_types:
+@contextmanager
+def _autocast_off() -> Iterator[None]:
+    """Turns autocast off inside, for ops and kernels that choose their dtypes themselves."""
+    kinds = [kind for kind in _AUTOCAST_DEVICES if torch.is_autocast_enabled(kind)]
+    try:
+        for kind in kinds:
+            torch.set_autocast_enabled(kind, False)
+        yield
+    finally:
+        for kind in kinds:
             torch.set_autocast_enabled(kind, True)
+
+
+_AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
 def _take_shared(
@@ -200,32 +215,44 @@ def _take_shared(
     saved-tensor hooks all of them.
     """
     places: list[tuple[int, int]] = []
-    exposed = [(place, None, None) for place in range(len(recs))] if everything else executable.exposed
+    exposed = [(place, (), ()) for place in range(len(recs))] if everything else executable.exposed
     for place, inputs, outputs in exposed:
-        record = recs[place]
-        peers = None if inputs is None else [*[flat[i] for i in inputs], *[outs[i] for i in outputs]]
-        taken = [
-            field
-            for field, value in enumerate(record)
-            if isinstance(value, Tensor) and (peers is None or any(_torch.shares_memory(value, peer) for peer in peers))
-        ]
-        if taken:
-            shared += [record[field] for field in taken]
-            places += [(place, field) for field in taken]
-            recs[place] = type(record)(*[None if f in taken else value for f, value in enumerate(record)])
+        fields = list(recs[place])
+        found = False
+        for field, value in enumerate(fields):
+            if isinstance(value, Tensor) and (everything or _shares_any(value, flat, inputs, outs, outputs)):
+                shared.append(value)
+                places.append((place, field))
+                fields[field] = None
+                found = True
+        if found:
+            recs[place] = type(recs[place])(*fields)
     return places
+
+
+def _shares_any(value: Tensor, flat: list, inputs: Sequence[int], outs: tuple, outputs: Sequence[int]) -> bool:
+    for place in inputs:
+        if value is flat[place] or _torch.shares_memory(value, flat[place]):
+            return True
+    return any([_torch.shares_memory(value, outs[place]) for place in outputs])
 
 
 def _replayable(flat: Sequence[Tensor | None], num_inputs: int, packed: list[Tensor] | None) -> list[Any]:
     """What double backward would read: (tensor, version) each, or its place among `packed` under saved-tensor hooks.
 
-    There an input that backward does not read is left to nobody (`None`), so that checkpointing can free it.
+    There an input that backward does not read is not kept, so that checkpointing can free it.
     """
-    entries: list[Any] = [(t, None if t is None or t.is_inference() else t._version) for t in flat]
+    try:
+        entries: list[Any] = [None if t is None else (t, t._version) for t in flat]
+    except RuntimeError:  # inference tensors have no version, and cannot be changed in place either
+        entries = [None if t is None else (t, None if t.is_inference() else t._version) for t in flat]
     if packed is not None:
         for place in range(num_inputs):
-            entries[place] = next((at for at, tensor in enumerate(packed) if tensor is flat[place]), None)
+            entries[place] = next((at for at, tensor in enumerate(packed) if tensor is flat[place]), _NOT_KEPT)
     return entries
+
+
+_NOT_KEPT = "not kept"
 
 
 def _put_shared(recs: list, places: list[tuple[int, int]], tensors: Sequence[Tensor]) -> None:
@@ -291,12 +318,14 @@ def _unchanged(entry: Any, shared: Sequence[Tensor]) -> Tensor | None:
     if isinstance(entry, int):
         return shared[entry]
     if entry is None:
+        return None
+    if entry is _NOT_KEPT:
         raise RuntimeError(
             "fusible: double backward needs the block's input, which is not kept under saved-tensor hooks; run this "
             "block outside of them"
         )
     tensor, version = entry
-    if tensor is not None and version is not None and tensor._version != version:
+    if version is not None and tensor._version != version:
         raise RuntimeError(
             f"fusible: double backward needs a tensor that was changed in place after forward (shape "
             f"{list(tensor.shape)}, version {tensor._version}, expected {version}); clone it before changing it"
@@ -332,12 +361,16 @@ class OperationFuser:
         shapes = tuple([tensor.shape for tensor in inputs])
         if shapes not in executable.shapes:
             executable.check_shapes(inputs)
+        if _torch.any_autocast():
+            with _autocast_off():
+                return self._run(executable, flat, grad)
+        return self._run(executable, flat, grad)
+
+    def _run(self, executable: Executable, flat: list, grad: bool) -> tuple[Tensor, ...]:
         if executable.trains:
-            with _NoAutocast():
-                outs = _Node.apply(executable, flat, *[flat[place] for place in executable.wanted])
+            outs = Fused.apply(executable, flat, *[flat[place] for place in executable.wanted])
             return outs if type(outs) is tuple else (outs,)
-        with _NoAutocast():
-            outs = executable.run(flat)[0]
+        outs = executable.run(flat)[0]
         return _leave(executable, flat, outs) if grad else tuple([out.detach() for out in outs])
 
     def find(self, inputs: tuple[Tensor, ...], rules: RuleSet) -> tuple[Executable | None, list, bool]:
@@ -345,7 +378,10 @@ class OperationFuser:
         if rules is not self.rules:
             self.plans = self.by_rules.setdefault(rules, {})
             self.rules = rules
-        params = [owner[name] for owner, name in self.sources]
+        try:
+            params = [owner[name] for owner, name in self.sources]
+        except KeyError:
+            raise ParametersChanged from None
         grad = torch.is_grad_enabled()
         autocast = None
         if _torch.any_autocast():
@@ -359,9 +395,8 @@ class OperationFuser:
             *[None if p is None else (p.dtype, p.device, p.requires_grad, type(p)) for p in params],
             *[d["training"] for d in self.dicts],
         )
-        try:
-            executable = self.plans[key]
-        except KeyError:
+        executable = self.plans.get(key, self)
+        if executable is self:
             executable = self._plan(key, inputs, params, rules, grad, autocast)
         return executable, [*inputs, *params], grad
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fusible import _torch
 from fusible.chain import Node
 from fusible.op import Op, Spec
 
@@ -35,6 +36,8 @@ class Specs:
         unknown = [None] * len(node.outs)
         if ins[0] is None or any(spec is None for spec, value in zip(ins, node.ins, strict=True) if value is not None):
             return unknown
+        if node.op.is_identity():
+            return [ins[0]] * len(node.outs)
         _check_devices(node, [spec for spec in ins if spec is not None])
         if type(node.op).infer is Op.infer:
             return _ask_reference(node, ins, self.autocast) or unknown
@@ -62,11 +65,9 @@ def _ask_reference(
     node: Node, ins: Sequence[Spec | None], autocast: torch.dtype | None
 ) -> Sequence[Spec | None] | None:
     """Runs `reference` on fake tensors; `None` where it needs real data."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     params = [owner[name] for owner, name in node.op.sources()]
     device = ins[0].device.type  # type: ignore[union-attr]
-    with FakeTensorMode(), torch.no_grad(), torch.autocast(device, dtype=autocast, enabled=autocast is not None):
+    with _torch.fake_mode(), torch.no_grad(), torch.autocast(device, dtype=autocast, enabled=autocast is not None):
         fakes = [_fake(spec) for spec in (*ins, *params)]
         try:
             outs = node.op.reference(*fakes)

@@ -249,14 +249,16 @@ def cover(
 
     Yields the matches, the near misses, and the index of each op that no rule took.
     """
+    known = {kind for rule in rules for slot in rule.slots for kind in slot.kinds}
     at = 0
     while at < len(ops):
         stop = at
         for rule in rules:
             places, end, unfit = _lay(rule, ops, at)
             if unfit is not None:
-                if end - at >= 2 and end < len(ops):
-                    yield Miss(rule, at, end + 1, (f"it wants {unfit} there, not {type(ops[end]).__name__}",))
+                if places and end < len(ops) and type(ops[end]) not in known:
+                    reason = f"{type(ops[end]).__name__}, which no rule names, stands where it wants {unfit}"
+                    yield Miss(rule, at, end + 1, (reason,))
                 continue
             match = Match(rule, at, end, tuple(places))
             reasons = refusals(match)

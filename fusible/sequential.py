@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fusible import _torch
 from fusible.chain import Chain, Layout, Split, resolve
-from fusible.fuser import PLAIN_TENSORS, OperationFuser
+from fusible.fuser import PLAIN_TENSORS, OperationFuser, ParametersChanged
+from fusible.infer import Specs
 from fusible.op import Op
 from fusible.ops import Residual
 from fusible.rule import Rule, RuleSet
@@ -94,24 +95,13 @@ class Sequential(torch.nn.Sequential):
         state = self._state
         if state is None or not state.layout.watch.unchanged():
             state = self._resolve()
-        if extra_inputs or inputs or state.takes:
-            values = state.bind(x, extra_inputs, inputs)
-        else:
-            values = None
         rules = _in_use.rules
         if rules is None:
             rules = DEFAULT if self._rules is None else self._rules
         try:
-            if state.single is not None and values is None:
-                outs = state.single((x,), rules)
-                if outs is None:
-                    return self.reference(x)
-                return outs[0] if len(outs) == 1 else outs
-            outs = state.run(x, values or {}, rules)
-        except IndexError:
-            if x.dim() == 0:
-                raise ValueError(f"{type(self).__name__}: x must have at least one dimension, got a scalar") from None
-            raise
+            outs = state(x, extra_inputs, inputs, rules)
+        except ParametersChanged:
+            outs = self._resolve()(x, extra_inputs, inputs, rules)
         if outs is None:
             return self.reference(x, *extra_inputs, **inputs)
         return outs[0] if len(outs) == 1 else outs
@@ -121,6 +111,52 @@ class Sequential(torch.nn.Sequential):
         run = _Plain(extra_inputs, inputs, self._inputs)
         y = run.container(self, x)
         return run.finish(y, type(self).__name__)
+
+    def explain(self, x: Tensor | None = None, *extra_inputs: Tensor, strict: bool = False, **inputs: Tensor) -> Any:
+        """The plan for this kind of call, as text, as a table in a notebook, and as data. Nothing is run.
+
+        Shows for each step of both passes the ops it covers, its rule and its kernels; what is kept for backward, by
+        which op, in bytes; and for each rule that nearly applied, and each module that splits the chain, the reason.
+
+        Args:
+            x, extra_inputs, inputs: as for a call; only shapes, dtypes, devices and `requires_grad` are looked at.
+                Without `x`: one row that requires grad, as wide as the first op that says its width asks for.
+            strict: raise `RuntimeError` with the reasons if anything did not fuse.
+        """
+        from fusible.explanation import Explanation, describe_input, explain_parts
+
+        state = self._state
+        if state is None or not state.layout.watch.unchanged():
+            state = self._resolve()
+        if x is None:
+            x, extra_inputs, inputs = state.default_inputs()
+        values = {0: x, **state.bind(x, extra_inputs, inputs)}
+        rules = self.rules if _in_use.rules is None else _in_use.rules
+        parts = explain_parts(state.parts, values, rules)
+        wanted = ["x"] if x.requires_grad else []
+        trained = sum(p.requires_grad for p in self.parameters())
+        wanted += [f"{trained} parameters"] if trained else []
+        title = f"{type(self).__name__} on {describe_input(list(values.values()), wanted)}"
+        if not torch.is_grad_enabled():
+            title += " (grad mode is off)"
+        explanation = Explanation(title, parts)
+        if strict and explanation.unfused:
+            raise RuntimeError(f"{type(self).__name__} is not fully fused: " + "; ".join(explanation.unfused))
+        return explanation
+
+    def single_chain(
+        self, x: Tensor, *extra_inputs: Tensor, **inputs: Tensor
+    ) -> tuple[OperationFuser, tuple[Tensor, ...]]:
+        """The fuser of a block that is one chain, and the chain's inputs in order. For tools that look inside.
+
+        Raises `ValueError` if modules that are no ops split the block.
+        """
+        state = self._resolve()
+        fuser = state.parts[0]
+        if len(state.parts) > 1 or isinstance(fuser, Split):
+            raise ValueError(f"{type(self).__name__} is more than one chain; print(block.explain(x)) shows what splits it")
+        values = {0: x, **state.bind(x, extra_inputs, inputs)}
+        return fuser, tuple(values[value] for value in fuser.chain.inputs)
 
     def _resolve(self) -> _State:
         self._state = _State(resolve(self, self._inputs, _opens), type(self).__name__)
@@ -188,9 +224,19 @@ class _State:
         self.parts: list[OperationFuser | Split] = [
             OperationFuser(part) if isinstance(part, Chain) else part for part in layout.parts
         ]
-        self.takes = bool(layout.positional or layout.shared)
-        only = self.parts[0] if len(self.parts) == 1 else None
-        self.single = only if isinstance(only, OperationFuser) and not self.takes else None
+        only = self.parts[0] if len(self.parts) == 1 and not layout.shared else None
+        self.single = only if isinstance(only, OperationFuser) else None
+
+    def __call__(self, x: Tensor, extras: tuple, named: dict[str, Any], rules: RuleSet) -> tuple[Tensor, ...] | None:
+        """The block's outputs; `None` if a tensor's type asks for the plain path."""
+        if x.dim() == 0:
+            raise ValueError(f"{self.name}: x must have at least one dimension, got a scalar")
+        if self.single is None or named or len(extras) != len(self.layout.positional):
+            return self.run(x, self.bind(x, extras, named), rules)
+        for extra in extras:
+            if type(extra) not in PLAIN_TENSORS:
+                return self.run(x, self.bind(x, extras, named), rules)
+        return self.single((x, *extras), rules)
 
     def bind(self, x: Tensor, extras: tuple, named: dict[str, Any]) -> dict[int, Tensor]:
         """Value numbers of the extra inputs. Raises `TypeError` if they are not the ones that the block takes."""
@@ -215,6 +261,23 @@ class _State:
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"{self.name}: extra inputs must be tensors, got {_shown(tensor)}")
         return values
+
+    def default_inputs(self) -> tuple[Tensor, tuple, dict[str, Tensor]]:
+        """One row that fits the block, for `explain()`."""
+        chain = self.parts[0]
+        nodes = chain.chain.nodes if isinstance(chain, OperationFuser) else ()
+        parameters = [owner[name] for node in nodes for owner, name in node.op.sources()]
+        like = next((p for p in parameters if p is not None), torch.empty(0))
+        widths = [p.shape[-1] for p in parameters if p is not None]
+        for width in [factor * width for width in widths[:1] for factor in (1, 2)]:
+            x = torch.empty(1, width, dtype=like.dtype, device=like.device).requires_grad_()
+            extras = {value: x for value in chain.chain.inputs[1:]} if isinstance(chain, OperationFuser) else {}
+            try:
+                Specs(nodes, None).propagate({0: x, **extras})
+            except ValueError:
+                continue
+            return x, (x,) * len(self.layout.positional), dict.fromkeys(self.layout.shared, x)
+        raise ValueError(f"{self.name}.explain() cannot tell the width of x from the ops; give it x, as in explain(x)")
 
     def run(self, x: Tensor, values: dict[int, Tensor], rules: RuleSet) -> tuple[Tensor, ...] | None:
         """Runs chains and splits in order; `None` if a tensor's type asks for the plain path."""

@@ -1,0 +1,41 @@
+"""Backward: a norm at the start of a residual branch adds the residual's gradient in place on its own fresh one."""
+
+from __future__ import annotations
+
+from fusible import kernels
+from fusible.op import Grads, reads_for
+from fusible.ops import LayerNorm, MakeExtraOutput, RMSNorm
+from fusible.rule import backward
+
+__all__ = ["dresidual_layer_norm", "dresidual_rms_norm"]
+
+
+@backward
+def dresidual_rms_norm(
+    out: MakeExtraOutput, norm: RMSNorm, /, out_saved, norm_saved, dy, d_extra, weight=reads_for("x"), *, env
+):
+    """`dx = drms_norm(dy) + d_extra`."""
+    ndim = len(norm.normalized_shape)
+    dx, dw = kernels.drms_norm(
+        dy, *norm_saved, weight, norm.zero_centered_gamma, True, env.needs.norm.weight, ndim
+    )
+    return Grads(dx.add_(d_extra), norm={"weight": dw})
+
+
+@backward
+def dresidual_layer_norm(
+    out: MakeExtraOutput, norm: LayerNorm, /, out_saved, norm_saved, dy, d_extra,
+    weight=reads_for("x"), bias=reads_for(), *, env,
+):  # fmt: skip
+    """`dx = dlayer_norm(dy) + d_extra`."""
+    needs, ndim = env.needs.norm, len(norm.normalized_shape)
+    dx, dw, db = kernels.dlayer_norm(
+        dy, *norm_saved, weight, norm.zero_centered_gamma, True, needs.weight, needs.bias, ndim
+    )
+    return Grads(dx.add_(d_extra), norm={"weight": dw, "bias": db})
+
+
+@dresidual_rms_norm.requires
+@dresidual_layer_norm.requires
+def _(out, norm, env):
+    yield env.needs.x, "nothing before it wants a gradient"
