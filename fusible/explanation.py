@@ -12,7 +12,8 @@ import torch
 from fusible import _torch
 from fusible.chain import Node, Split
 from fusible.codegen import backward_function, records
-from fusible.fuser import Executable, OperationFuser
+from fusible.executable import Executable
+from fusible.fuser import OperationFuser
 from fusible.kernels.registry import record_calls
 from fusible.op import Spec
 from fusible.plan import Plan, Step

@@ -15,130 +15,21 @@ from torch.autograd import Function
 
 from fusible import _torch
 from fusible.chain import Chain
-from fusible.checked import checked_backward, checked_forward
-from fusible.codegen import backward_function, forward_function, records
+from fusible.executable import Executable
 from fusible.kernels import registry
-from fusible.plan import Call, Plan, make_plan
+from fusible.plan import Call, make_plan
 from fusible.rule import RuleSet
 
 __all__ = ["OperationFuser"]
 
 #: Plans that one fuser keeps; beyond it the oldest goes.
 MAX_PLANS = 128
-#: Shapes that one plan remembers as checked.
-MAX_SHAPES = 256
-#: Checks every run of every plan, not the first alone; the tests set it.
-CHECK_ALWAYS = False
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
 class ParametersChanged(Exception):
     """A module no longer has a parameter that its op reads; the container must be looked at again."""
-
-
-class Executable:
-    """A plan with its generated functions, and what the autograd node must know of it."""
-
-    def __init__(self, plan: Plan, num_inputs: int) -> None:
-        self.plan = plan
-        self.num_inputs = num_inputs
-        self.trains = bool(plan.live) and any(plan.differentiable)
-        self.forward = forward_function(plan, want_records=self.trains)
-        self.wanted = [place for place, value in enumerate(plan.inputs) if value in plan.wanted]
-        self.read = [plan.inputs.index(value) for value in plan.read]
-        self.shapes: set[tuple] = set()
-        self.checked = False
-        self.backwards: dict[tuple[bool, ...], list] = {}
-        self._find_aliases()
-
-    def _find_aliases(self) -> None:
-        """Which values may share memory, from what the ops declare."""
-        plan = self.plan
-        group: dict[int, int] = {value: value for value in plan.inputs}
-
-        def merge(values: Sequence[int]) -> None:
-            roots = {group.setdefault(value, value) for value in values}
-            first = min(roots)
-            for value, root in list(group.items()):
-                if root in roots:
-                    group[value] = first
-
-        for index, node in enumerate(plan.nodes):
-            ins = [value for value in (*node.ins, *plan.params[index]) if value is not None]
-            for value in node.outs:
-                group.setdefault(value, value)
-            if type(node.op).aliases:
-                merge([*ins, *node.outs])
-        caller = list(plan.inputs)
-        self.output_peers = [
-            ([p for p, v in enumerate(caller) if group[v] == group[out]],
-             [p for p, v in enumerate(plan.outputs) if p != place and group[v] == group[out]])
-            for place, out in enumerate(plan.outputs)
-        ]  # fmt: skip
-        self.all_fresh = not any(inputs or outputs for inputs, outputs in self.output_peers)
-        self.exposed = self._exposed(group)
-        self.gradients_alias = any(type(node.op).grad_aliases for node in plan.live)
-
-    def _exposed(self, group: dict[int, int]) -> list[tuple[int, list[int], list[int]]]:
-        """Records that may hold a tensor of the caller's: (place, peers among the inputs, peers among the outputs).
-
-        A record holds what its op takes or makes or, where a rule runs, what the rule's run does.
-        """
-        plan = self.plan
-        run_of = {id(node): step.nodes for step in plan.forward_steps for node in step.nodes}
-        exposed = []
-        for place, node in enumerate(records(plan)):
-            run = run_of[id(node)]
-            near = {group[value] for n in run for value in (*n.ins, *n.outs) if value is not None}
-            inputs = [p for p, v in enumerate(plan.inputs[: self.num_inputs]) if group[v] in near]
-            outputs = [p for p, v in enumerate(plan.outputs) if group[v] in near]
-            if inputs or outputs:
-                exposed.append((place, inputs, outputs))
-        return exposed
-
-    def check_shapes(self, inputs: Sequence[Tensor]) -> None:
-        """Raises `ValueError` if shapes that this plan has not seen do not fit the ops."""
-        from fusible.infer import Specs
-
-        plan = self.plan
-        Specs(plan.chain.nodes, plan.autocast).propagate(dict(zip(plan.chain.inputs, inputs, strict=True)))
-        if len(self.shapes) >= MAX_SHAPES:
-            self.shapes.clear()
-        self.shapes.add(tuple([tensor.shape for tensor in inputs]))
-
-    def run(self, flat: Sequence[Tensor | None]) -> tuple[tuple[Tensor, ...], list]:
-        """The forward pass on inputs and parameters, with grad mode and autocast off."""
-        if self.checked and not CHECK_ALWAYS:
-            return self.forward.run(*flat)
-        check = self.forward.bind(lambda step: checked_forward(step, self.plan, self.trains))
-        result = check(*flat)
-        self.checked = True
-        return result
-
-    def backward(self, douts: tuple, recs: list, params: Sequence[Tensor]) -> tuple:
-        arriving = tuple([d is not None for d in douts])
-        found = self.backwards.get(arriving)
-        if found is None:
-            found = self.backwards[arriving] = [backward_function(self.plan, arriving), False]
-        function, checked = found
-        if checked and not CHECK_ALWAYS:
-            return function.run(douts, recs, params)
-        check = function.bind(lambda step: checked_backward(step, self.plan))
-        result = check(douts, recs, params)
-        found[1] = True
-        return result
-
-    def replay(self, flat: Sequence[Tensor | None], recs: Sequence[Any]) -> tuple[Tensor, ...]:
-        """The outputs again, by the ops' plain formulas."""
-        plan = self.plan
-        values: dict[int | None, Tensor | None] = {None: None, **dict(zip(plan.inputs, flat, strict=True))}
-        kept = {id(node): record for node, record in zip(records(plan), recs, strict=True)}
-        for index, node in enumerate(plan.nodes):
-            args = [values[value] for value in (*node.ins, *plan.params[index])]
-            outs = node.op.replay(kept.get(id(node)), *args)
-            values.update(zip(node.outs, outs if isinstance(outs, tuple) else (outs,), strict=True))
-        return tuple(values[value] for value in plan.outputs)  # type: ignore[misc]
 
 
 class Fused(Function):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusible import fuser
+from fusible import executable
 from fusible.codegen import records
 from fusible.op import Op
 from fusible.rule import Rule, RuleSet
@@ -282,11 +282,11 @@ def _check_retained(case: _Case) -> None:
 
 @contextlib.contextmanager
 def _checked_always() -> Iterator[None]:
-    before, fuser.CHECK_ALWAYS = fuser.CHECK_ALWAYS, True
+    before, executable.CHECK_ALWAYS = executable.CHECK_ALWAYS, True
     try:
         yield
     finally:
-        fuser.CHECK_ALWAYS = before
+        executable.CHECK_ALWAYS = before
 
 
 def check_op(op: Op, *inputs: Tensor, gradcheck: bool = True) -> None:
@@ -359,8 +359,8 @@ def _records(
 ) -> list[tuple[Any, Any]]:
     """(node, record) of a block that is one chain."""
     fuser_, values = block.single_chain(*inputs, **named)
-    executable, flat, _ = fuser_.find(values, rules)
-    assert executable is not None
+    found, flat, _ = fuser_.find(values, rules)
+    assert found is not None
     torch.manual_seed(SEED)
     with torch.no_grad():
-        return list(zip(records(executable.plan), executable.run(flat)[1], strict=True))
+        return list(zip(records(found.plan), found.run(flat)[1], strict=True))

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-import fusible.fuser
+import fusible.executable
 
 
 @pytest.fixture(autouse=True)
 def strict():
     """Each run of each plan is checked, and fresh uninitialised memory holds NaN."""
-    fusible.fuser.CHECK_ALWAYS = True
+    fusible.executable.CHECK_ALWAYS = True
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.set_num_threads(1)
     torch.manual_seed(0)
     yield
-    fusible.fuser.CHECK_ALWAYS = False
+    fusible.executable.CHECK_ALWAYS = False
     torch.use_deterministic_algorithms(False)

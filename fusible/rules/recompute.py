@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fusible import kernels
-from fusible.op import Grads, reads_for
+from fusible.op import Grads
 from fusible.ops import BasicLinear
 from fusible.ops.activation import KeepsInput
 from fusible.ops.gated import Gated
