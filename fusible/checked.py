@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
+from fusible._torch import shares_memory
 from fusible.op import Grads, Out, Saved, has_kernels
 from fusible.plan import Plan, Step
 
@@ -74,6 +75,23 @@ def _check_record(step: Step, name: str, node: Any, record: Any, args: tuple) ->
     for field, value in zip(kind.fields, record, strict=True):
         if any(value is parameter for parameter in parameters):
             raise TypeError(f"{step}: {kind.__qualname__}.{field} holds a parameter; backward gets it as an argument")
+
+
+def check_memory(
+    plan: Plan, exposed: Sequence[tuple[int, Sequence[int], Sequence[int]]], inputs: Sequence[Any], outs: tuple, recs: list
+) -> None:
+    """Raises `TypeError` if a record shares memory with a tensor of the caller's that its op neither takes nor makes."""
+    known = {place: (took, made) for place, took, made in exposed}
+    nodes = [node for node in plan.nodes if plan.kept.get(plan.index(node))]
+    for place, record in enumerate(recs):
+        took, made = known.get(place, ((), ()))
+        peers = [t for at, t in enumerate(inputs) if at not in took] + [t for at, t in enumerate(outs) if at not in made]
+        for field, value in zip(type(record).fields, record, strict=True):
+            if isinstance(value, torch.Tensor) and any(shares_memory(value, peer) for peer in peers):
+                raise TypeError(
+                    f"{nodes[place]}: its record's {field} shares memory with an input or output of the block that it "
+                    f"neither takes nor makes; keep what the op takes or makes, or a copy"
+                )
 
 
 def checked_backward(step: Step, plan: Plan) -> Callable[..., Grads]:

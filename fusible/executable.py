@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fusible.checked import checked_backward, checked_forward
+from fusible.checked import check_memory, checked_backward, checked_forward
 from fusible.codegen import backward_function, forward_function, records
 from fusible.infer import Specs
 from fusible.plan import Plan
@@ -26,6 +26,7 @@ class Executable:
     def __init__(self, plan: Plan, num_inputs: int) -> None:
         self.plan = plan
         self.num_inputs = num_inputs
+        self.constant = [place for place, depends in enumerate(plan.differentiable) if not depends]
         self.trains = bool(plan.live) and any(plan.differentiable)
         self.forward = forward_function(plan, want_records=self.trains)
         self.wanted = [place for place, value in enumerate(plan.inputs) if value in plan.wanted]
@@ -66,14 +67,12 @@ class Executable:
     def _exposed(self, group: dict[int, int]) -> list[tuple[int, list[int], list[int]]]:
         """Records that may hold a tensor of the caller's: (place, peers among the inputs, peers among the outputs).
 
-        A record holds what its op takes or makes or, where a rule runs, what the rule's run does.
+        A record holds what its op takes or makes, or what is its own; `check_memory` sees to that.
         """
         plan = self.plan
-        run_of = {id(node): step.nodes for step in plan.forward_steps for node in step.nodes}
         exposed = []
         for place, node in enumerate(records(plan)):
-            run = run_of[id(node)]
-            near = {group[value] for n in run for value in (*n.ins, *n.outs) if value is not None}
+            near = {group[value] for value in (*node.ins, *node.outs) if value is not None}
             inputs = [p for p, v in enumerate(plan.inputs[: self.num_inputs]) if group[v] in near]
             outputs = [p for p, v in enumerate(plan.outputs) if group[v] in near]
             if inputs or outputs:
@@ -94,6 +93,7 @@ class Executable:
             return self.forward.run(*flat)
         check = self.forward.bind(lambda step: checked_forward(step, self.plan, self.trains))
         result = check(*flat)
+        check_memory(self.plan, self.exposed, flat[: self.num_inputs], *result)
         self.checked = True
         return result
 

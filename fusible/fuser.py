@@ -39,7 +39,6 @@ class Fused(Function):
     def forward(ctx: Any, executable: Executable, flat: list, *wanted: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         outs, recs = executable.run(flat)
-        plan = executable.plan
         hooks = _torch.saved_tensor_hooks()
         shared: list[Tensor] = []
         ctx.places = _take_shared(executable, flat, outs, recs, shared, everything=hooks)
@@ -48,8 +47,8 @@ class Fused(Function):
         ctx.kept = bool(recs or shared or executable.read)
         ctx.replayed = _replayable(flat, executable.num_inputs, shared if hooks else None)
         leaving = _leave(executable, flat, outs)
-        if not all(plan.differentiable):
-            ctx.mark_non_differentiable(*[out for out, d in zip(leaving, plan.differentiable, strict=True) if not d])
+        if executable.constant:
+            ctx.mark_non_differentiable(*[leaving[place] for place in executable.constant])
         return leaving if len(leaving) > 1 else leaving[0]
 
     @staticmethod
@@ -79,6 +78,9 @@ class Fused(Function):
         if executable.gradients_alias:
             grads = _own_memory(grads, douts)
         return None, None, *grads
+
+
+_apply = _torch.direct_apply(Fused)
 
 
 @contextmanager
@@ -224,6 +226,14 @@ def _unchanged(entry: Any, shared: Sequence[Tensor]) -> Tensor | None:
     return tensor
 
 
+def _run(executable: Executable, flat: list, grad: bool) -> tuple[Tensor, ...]:
+    if executable.trains:
+        outs = _apply(executable, flat, *[flat[place] for place in executable.wanted])
+        return outs if type(outs) is tuple else (outs,)
+    outs = executable.run(flat)[0]
+    return _leave(executable, flat, outs) if grad else tuple([out.detach() for out in outs])
+
+
 class OperationFuser:
     """Runs a chain of ops, fused by rules, as one autograd node.
 
@@ -254,15 +264,8 @@ class OperationFuser:
             executable.check_shapes(inputs)
         if _torch.any_autocast():
             with _autocast_off():
-                return self._run(executable, flat, grad)
-        return self._run(executable, flat, grad)
-
-    def _run(self, executable: Executable, flat: list, grad: bool) -> tuple[Tensor, ...]:
-        if executable.trains:
-            outs = Fused.apply(executable, flat, *[flat[place] for place in executable.wanted])
-            return outs if type(outs) is tuple else (outs,)
-        outs = executable.run(flat)[0]
-        return _leave(executable, flat, outs) if grad else tuple([out.detach() for out in outs])
+                return _run(executable, flat, grad)
+        return _run(executable, flat, grad)
 
     def find(self, inputs: tuple[Tensor, ...], rules: RuleSet) -> tuple[Executable | None, list, bool]:
         """The plan for this kind of call, made if it is new; with the flat list of inputs and parameters."""

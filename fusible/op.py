@@ -25,6 +25,7 @@ it backwards from that alone (`bwd`). `reference` is enough; the other two are w
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
@@ -69,16 +70,11 @@ class Saved(tuple):
         cls.readers = {name: mark.gradients if isinstance(mark, ReadsFor) else None for name, mark in declared.items()}
         for index, name in enumerate(cls.fields):
             setattr(cls, name, property(itemgetter(index)))
+        if cls.fields:
+            cls.__new__ = _constructor(cls.fields)  # type: ignore[method-assign]
+            cls.__new__.__name__ = cls.__qualname__
 
     def __new__(cls, *values: Any, **named: Any) -> Saved:
-        if named:
-            missing = [name for name in cls.fields[len(values) :] if name not in named]
-            if missing:
-                raise TypeError(f"{cls.__qualname__} has the fields {', '.join(cls.fields)}; {missing[0]} is missing")
-            values += tuple(named.pop(name) for name in cls.fields[len(values) :])
-        if named or len(values) != len(cls.fields):
-            got = f"{len(values)} values" + (f" and {', '.join(named)}" if named else "")
-            raise TypeError(f"{cls.__qualname__} has the fields ({', '.join(cls.fields)}), got {got}")
         return tuple.__new__(cls, values)
 
     def __getnewargs__(self) -> tuple:
@@ -86,6 +82,12 @@ class Saved(tuple):
 
     def __repr__(self) -> str:
         return f"{type(self).__qualname__}({', '.join(f'{n}={v!r}' for n, v in zip(self.fields, self, strict=True))})"
+
+
+def _constructor(fields: tuple[str, ...]) -> Any:
+    """`__new__` with the fields as its arguments: as a namedtuple does it, for speed and for Python's own errors."""
+    names = ", ".join(fields)
+    return eval(f"lambda cls, {names}: new(cls, ({names},))", {"new": tuple.__new__})
 
 
 class Out:
@@ -135,29 +137,31 @@ class Names:
     Asking for a name that does not exist raises `AttributeError`, so that a typing error is not a silent "no".
     """
 
-    __slots__ = ("_known", "_set")
-
     def __init__(self, names: frozenset[str], known: frozenset[str]) -> None:
-        self._set = names
-        self._known = known
+        self._names = names
+        for name in known:
+            first, _, rest = name.partition(".")
+            if not rest:
+                self.__dict__[first] = name in names
+            elif first not in self.__dict__:
+                self.__dict__[first] = Names(_below(first, names), _below(first, known))
 
     def __getattr__(self, name: str) -> Any:
-        if name in self._known:
-            return name in self._set
-        prefix = name + "."
-        known = frozenset(n.removeprefix(prefix) for n in self._known if n.startswith(prefix))
-        if not known:
-            raise AttributeError(f"no {name!r} here; there are {', '.join(sorted(self._known)) or 'no names'}")
-        return Names(frozenset(n.removeprefix(prefix) for n in self._set if n.startswith(prefix)), known)
+        there = sorted(key for key in self.__dict__ if not key.startswith("_"))
+        raise AttributeError(f"no {name!r} here; there are {', '.join(there) or 'no names'}")
 
     def __bool__(self) -> bool:
-        return bool(self._set)
+        return bool(self._names)
 
-    def __iter__(self):
-        return iter(sorted(self._set))
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._names))
 
     def __repr__(self) -> str:
         return f"Names({', '.join(self)})"
+
+
+def _below(first: str, names: frozenset[str]) -> frozenset[str]:
+    return frozenset(name.removeprefix(first + ".") for name in names if name.startswith(first + "."))
 
 
 @dataclass(frozen=True)

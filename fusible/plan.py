@@ -87,6 +87,7 @@ class Plan:
         return self._index[id(node)]
 
     def finish(self) -> None:
+        """Indexes the nodes; again after they were changed."""
         self._index = {id(node): index for index, node in enumerate(self.nodes)}
 
     def gradients(self, node: Node) -> list[tuple[str, int | None]]:

@@ -3,8 +3,8 @@
 Each compares what runs fused with the plain formulas under ordinary autograd, and raises `AssertionError` that names the
 first thing that differs: where, and by how much.
 
-The one tolerance: in float64 a relative 1e-10 of the largest value; in any other dtype no further from the float64 result
-than twice what plain torch is in that dtype.
+The one tolerance is in `fusible.tolerance`: in float64 a relative 1e-10 of the largest value; in any other dtype no
+further from the float64 result than twice what plain torch is in that dtype.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from torch import Tensor
 
 from fusible import executable
 from fusible.codegen import records
-from fusible.op import Op
+from fusible.op import Op, Spec
 from fusible.rule import Rule, RuleSet
 from fusible.rules import NONE
 from fusible.sequential import Sequential
+from fusible.tolerance import compare, require, same
 
 __all__ = ["check", "check_op", "check_rule"]
 
@@ -72,7 +73,8 @@ class _Case:
         for parameter, leaf in zip(block.parameters(), params, strict=True):
             parameter.grad = None
             parameter.requires_grad_(leaf.requires_grad)
-        before = [(t, t._version, t.detach().clone()) for t in (*xs, *keywords.values(), *block.parameters())]
+        real = dict(zip(self.names(), (*xs, *keywords.values(), *block.parameters()), strict=True))
+        before = {name: (t._version, t.detach().clone()) for name, t in real.items()}
         torch.manual_seed(SEED)
         with self.hooks():
             outs = function(*xs, **keywords)
@@ -82,16 +84,14 @@ class _Case:
         copies = [d.clone() for _, d in pairs]
         if pairs:
             torch.autograd.backward([o for o, _ in pairs], [d for _, d in pairs])
-        for (tensor, version, value), name in zip(before, self.names(), strict=True):
-            _require(tensor._version == version and _same(tensor, value), f"{name} was changed")
+        for name, (version, value) in before.items():
+            require(real[name]._version == version and same(real[name], value), f"{name} was changed")
         for place, ((_, d), kept) in enumerate(zip(pairs, copies, strict=True)):
-            _require(_same(d, kept), f"the incoming gradient {place} was changed")
-        real = [*xs, *keywords.values(), *block.parameters()]
-        for name, leaf in zip(self.names(), real, strict=True):
-            for _, d in pairs:
-                shares = leaf.grad is not None and leaf.grad.untyped_storage().data_ptr() == d.untyped_storage().data_ptr()
-                _require(not shares or not d.numel(), f"the gradient of {name} shares memory with an incoming gradient")
-        return _Result(outs, self.names(), real)
+            require(same(d, kept), f"the incoming gradient {place} was changed")
+        _check_gradients_own_memory(real, [d for _, d in pairs])
+        if function is self.block:
+            _check_shared_outputs_are_views(outs, real)
+        return _Result(outs, self.names(), list(real.values()))
 
     def _wants(self, name: str, tensor: Tensor) -> bool:
         return tensor.is_floating_point() and name not in self.frozen
@@ -100,15 +100,49 @@ class _Case:
         """Fused against `reference`, by the one tolerance."""
         fused = self.run(self.block, self.block, self.inputs, self.named)
         plain = self.run(self.block, self.block.reference, self.inputs, self.named)
-        exact = self._exact()
+        given = [*self.inputs, *self.named.values(), *self.block.parameters()]
+        exact = plain if all(_is_exact(t) for t in given) else self._exact()
         for (name, a), (_, b), (_, c) in zip(fused.items(), plain.items(), exact.items(), strict=True):
-            _compare(f"{what}: {name}", a, b, c)
+            compare(f"{what}: {name}", a, b, c)
 
     def _exact(self) -> _Result:
         """`reference` in float64; parameters that are float64 already stay the ones there."""
         block = copy.deepcopy(self.block).double()
         named = {name: _double(t) for name, t in self.named.items()}
         return self.run(block, block.reference, [_double(t) for t in self.inputs], named)
+
+
+def _check_gradients_own_memory(leaves: dict[str, Tensor], douts: Sequence[Tensor]) -> None:
+    """No gradient is a view of an incoming one or of another (law 5)."""
+    owners = {_memory(d): "an incoming gradient" for d in douts if d.numel()}
+    for name, leaf in leaves.items():
+        if leaf.grad is not None and leaf.grad.numel():
+            owner = owners.setdefault(_memory(leaf.grad), f"the gradient of {name}")
+            require(owner == f"the gradient of {name}", f"the gradient of {name} shares memory with {owner}")
+
+
+def _check_shared_outputs_are_views(outs: Sequence[Tensor], inputs: dict[str, Tensor]) -> None:
+    """An output that shares memory with an input or another output refuses to be changed in place (G4)."""
+    owners = {_memory(t): name for name, t in inputs.items() if t.numel()}
+    for place, out in enumerate(outs):
+        owner = owners.setdefault(_memory(out), f"output {place}") if out.numel() else f"output {place}"
+        if out.requires_grad and owner != f"output {place}":
+            try:
+                out.mul_(1)
+            except RuntimeError:
+                continue
+            raise AssertionError(
+                f"output {place} shares memory with {owner}, yet it can be changed in place; an op whose outputs may "
+                f"share memory with its inputs must not say aliases = False"
+            )
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _is_exact(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float64 or not tensor.is_floating_point()
 
 
 def _double(tensor: Tensor) -> Tensor:
@@ -120,60 +154,6 @@ def _like(out: Tensor, place: int) -> Tensor:
     generator = torch.Generator().manual_seed(SEED + place)
     noise = torch.randint(-8, 9, out.shape, generator=generator) / 8  # exact in bfloat16 too
     return noise.to(out.dtype).to(out.device)
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return bool(torch.equal(a.nan_to_num(), b.nan_to_num())) if a.is_floating_point() else bool(torch.equal(a, b))
-
-
-def _require(ok: bool, text: str) -> None:
-    if not ok:
-        raise AssertionError(text)
-
-
-def _compare(what: str, fused: Tensor | None, plain: Tensor | None, exact: Tensor | None) -> None:
-    if fused is None or plain is None or exact is None:
-        _require(fused is None and plain is None, f"{what} is {_presence(fused)} fused, {_presence(plain)} in reference")
-        return
-    _require(fused.shape == plain.shape, f"{what} has shape {list(fused.shape)} fused, {list(plain.shape)} in reference")
-    _require(fused.dtype == plain.dtype, f"{what} has dtype {fused.dtype} fused, {plain.dtype} in reference")
-    if not fused.is_floating_point():
-        _require(bool(torch.equal(fused, plain)), f"{what} differs from reference")
-        return
-    _require(bool(torch.equal(fused.isnan(), plain.isnan())), f"{what} is NaN elsewhere than in reference")
-    error, limit = _error(fused, exact), _limit(plain, exact)
-    if error > limit:
-        place = _worst(fused, exact)
-        raise AssertionError(
-            f"{what} is off by {error:.3g} at {place}, allowed {limit:.3g} (fused {fused[place].item():.8g}, "
-            f"reference {plain[place].item():.8g}, float64 {exact[place].item():.12g})"
-        )
-
-
-def _presence(tensor: Tensor | None) -> str:
-    return "missing" if tensor is None else "there"
-
-
-def _error(got: Tensor, exact: Tensor) -> float:
-    return _difference(got, exact).max().item() if got.numel() else 0.0
-
-
-def _difference(got: Tensor, exact: Tensor) -> Tensor:
-    difference = (got.double() - exact.double()).abs()
-    return torch.where(got.double() == exact.double(), 0.0, difference).nan_to_num(0.0)
-
-
-def _limit(plain: Tensor, exact: Tensor) -> float:
-    finite = exact.double().abs()
-    scale = finite[finite.isfinite()].max().item() if finite.isfinite().any() else 0.0
-    if plain.dtype == torch.float64:
-        return 1e-10 * max(scale, 1e-3)
-    return 2 * max(_error(plain, exact), torch.finfo(plain.dtype).eps * scale)
-
-
-def _worst(got: Tensor, exact: Tensor) -> tuple[int, ...]:
-    flat = int(_difference(got, exact).argmax())
-    return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), got.shape))
 
 
 # -- variations --------------------------------------------------------------------------------------------------------
@@ -208,16 +188,25 @@ def _subsets(names: Sequence[str]) -> Iterator[set[str]]:
     yield set(names)
 
 
-def check(block: Sequential, *inputs: Tensor, layouts: bool = True, frozen: bool = True, **named: Tensor) -> None:
+def check(
+    block: Sequential,
+    *inputs: Tensor,
+    layouts: bool = True,
+    frozen: bool = True,
+    gradcheck: bool = False,
+    **named: Tensor,
+) -> None:
     """Checks a block, fused as it is, against its plain formulas: values and every gradient.
 
-    With the inputs as given; with strided, transposed and expanded inputs and incoming gradients (`layouts`); with every
-    frozen subset (`frozen`); with each output unused; with a retained graph; under saved-tensor hooks; with no rows.
-    Inputs, parameters and incoming gradients must stay untouched, and no gradient may share memory with an incoming one.
+    With the inputs as given; with grad mode off; with strided, transposed and expanded inputs, parameters and incoming
+    gradients (`layouts`); with every frozen subset (`frozen`); with each output unused and alone; with a retained graph;
+    under saved-tensor hooks; with no rows. Inputs, parameters and incoming gradients must stay untouched, no gradient may
+    share memory with an incoming one or another, and an output that shares memory must refuse in-place changes.
 
     Args:
         block: any `Sequential`; it is left as it was, gradients aside, which it has none of afterwards.
         inputs, named: as for a call. They are not changed.
+        gradcheck: also compare, in float64, with finite differences, and second derivatives with those of the first.
 
     Raises:
         AssertionError: naming what differs, where and by how much.
@@ -226,6 +215,8 @@ def check(block: Sequential, *inputs: Tensor, layouts: bool = True, frozen: bool
     try:
         with _checked_always(), torch.random.fork_rng(devices=[]):
             _check(block, inputs, named, layouts, frozen)
+            if gradcheck:
+                _gradcheck(block, inputs, named)
     finally:
         for parameter, wants in wanted:
             parameter.requires_grad_(wants).grad = None
@@ -234,6 +225,8 @@ def check(block: Sequential, *inputs: Tensor, layouts: bool = True, frozen: bool
 def _check(block: Sequential, inputs: Sequence[Tensor], named: dict, layouts: bool, frozen: bool) -> None:
     case = _Case(block, inputs, named)
     case.compare("as given")
+    with torch.no_grad():
+        case.compare("grad mode off")
     count = len(case.run(block, block.reference, case.inputs, case.named).outputs)
     for place in range(count) if count > 1 else ():
         case.used = lambda p, place=place: p != place  # type: ignore[misc]
@@ -249,14 +242,42 @@ def _check(block: Sequential, inputs: Sequence[Tensor], named: dict, layouts: bo
             case.compare(f"frozen {', '.join(sorted(case.frozen))}")
         case.frozen = set()
     if layouts:
-        for what, case.layout in _gradient_layouts().items():
-            case.compare(what)
-        case.layout = lambda grad: grad
-        for what, change in _input_layouts().items():
-            _Case(block, [change(t) for t in case.inputs], {n: change(t) for n, t in named.items()}).compare(what)
-    if all(t.dim() > 1 for t in case.inputs):
+        _check_layouts(case)
+    if all(t.dim() > 1 for t in (*case.inputs, *case.named.values())):
         _Case(block, [t[:0] for t in case.inputs], {n: t[:0] for n, t in named.items()}).compare("zero rows")
     _check_retained(case)
+
+
+def _check_layouts(case: _Case) -> None:
+    for what, case.layout in _gradient_layouts().items():
+        case.compare(what)
+    case.layout = lambda grad: grad
+    for what, change in _input_layouts().items():
+        _Case(case.block, [change(t) for t in case.inputs], {n: change(t) for n, t in case.named.items()}).compare(what)
+    strided = copy.deepcopy(case.block)
+    for parameter in strided.parameters():
+        parameter.data = torch.stack([parameter.data.mT if parameter.dim() > 1 else parameter.data] * 2, -1)[..., 0]
+        parameter.data = parameter.data.mT if parameter.dim() > 1 else parameter.data
+    _Case(strided, case.inputs, case.named).compare("strided parameters")
+
+
+def _gradcheck(block: Sequential, inputs: Sequence[Tensor], named: dict[str, Tensor]) -> None:
+    exact = copy.deepcopy(block).double()
+    for parameter in exact.parameters():
+        parameter.requires_grad_()
+    xs = [_double(t.detach()).requires_grad_(t.is_floating_point()) for t in (*inputs, *named.values())]
+    names = [name for name, _ in exact.named_parameters()]
+    leaves = [*xs, *[p.detach().requires_grad_() for p in exact.parameters()]]
+
+    def run(*tensors: Tensor) -> Any:
+        torch.manual_seed(SEED)
+        params = dict(zip(names, tensors[len(xs) :], strict=True))
+        keywords = dict(zip(named, tensors[len(inputs) : len(xs)], strict=True))
+        return torch.func.functional_call(exact, params, tensors[: len(inputs)], keywords)
+
+    if any(leaf.requires_grad for leaf in leaves):
+        torch.autograd.gradcheck(run, leaves)
+        torch.autograd.gradgradcheck(run, leaves)
 
 
 def _differentiable(case: _Case) -> list[str]:
@@ -276,8 +297,8 @@ def _check_retained(case: _Case) -> None:
         first = torch.autograd.grad(outs, leaves, douts, retain_graph=True, allow_unused=True)
         second = torch.autograd.grad(outs, leaves, douts, allow_unused=True)
         for a, b in zip(first, second, strict=True):
-            same = a is b if a is None or b is None else _same(a, b)
-            _require(same, "a second backward through a retained graph gives other gradients")
+            equal = a is b if a is None or b is None else same(a, b)
+            require(equal, "a second backward through a retained graph gives other gradients")
 
 
 @contextlib.contextmanager
@@ -290,30 +311,34 @@ def _checked_always() -> Iterator[None]:
 
 
 def check_op(op: Op, *inputs: Tensor, gradcheck: bool = True) -> None:
-    """Checks an op alone: its `fwd` and `bwd` against its `reference`, as `check` does, and `gradcheck` in float64.
+    """Checks an op alone: its `fwd` and `bwd` against its `reference`, as `check` does, and its `infer`.
 
     Args:
         op: any op.
-        inputs: `x` and the op's extra inputs.
+        inputs: `x` and the op's extra inputs, by position or, those that have a name, in that order too.
         gradcheck: also compare with finite differences, and the second derivative with those of the first.
     """
-    block = Sequential(op, rules=NONE, inputs=[name for name in op.extra_input_names() if name is not None])
-    check(block, *inputs)
-    if gradcheck:
-        exact = copy.deepcopy(block).double()
-        for parameter in exact.parameters():
-            parameter.requires_grad_()
-        xs = [_double(t.detach()).requires_grad_(t.is_floating_point()) for t in inputs]
+    shared = [name for name in op.extra_input_names() if name is not None]
+    block = Sequential(op, rules=NONE, inputs=shared)
+    if type(op).infer is not Op.infer:
+        _check_infer(op, inputs)
+    positional = inputs[: len(inputs) - len(shared)]
+    named = dict(zip(shared, inputs[len(positional) :], strict=True))
+    check(block, *positional, gradcheck=gradcheck, **named)
 
-        def run(*tensors: Tensor) -> Any:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(SEED)
-                return torch.func.functional_call(exact, dict(zip(names, tensors[len(xs) :], strict=True)), tensors[: len(xs)])
 
-        names = [name for name, _ in exact.named_parameters()]
-        leaves = [*xs, *[p.detach().requires_grad_() for p in exact.parameters()]]
-        torch.autograd.gradcheck(run, leaves)
-        torch.autograd.gradgradcheck(run, leaves)
+def _check_infer(op: Op, inputs: Sequence[Tensor]) -> None:
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        outs = op(*[t.detach() for t in inputs])
+    said = op.infer(*[Spec(tuple(t.shape), t.dtype, t.device) for t in inputs])
+    outs = outs if isinstance(outs, tuple) else (outs,)
+    for place, (spec, out) in enumerate(zip((said,) if isinstance(said, Spec) else said, outs, strict=True)):
+        got = Spec(tuple(out.shape), out.dtype, out.device)
+        require(spec == got, f"output {place}: infer says {_shown(spec)}, reference gives {_shown(got)}")
+
+
+def _shown(spec: Spec) -> str:
+    return f"{list(spec.shape)} {spec.dtype} on {spec.device}"
 
 
 def check_rule(rule: Rule, ops: Iterable[Any], *inputs: Tensor, **named: Tensor) -> None:
@@ -349,9 +374,9 @@ def _check_records(block: Sequential, rule: Rule, inputs: Sequence[Tensor], name
         for field, a, b in zip(type(record).fields, record, other, strict=True):
             what = f"rule {rule.name}: record {field} of {node}"
             if isinstance(a, Tensor) and isinstance(b, Tensor):
-                _compare(what, a, b, b.double() if b.is_floating_point() else b)
+                compare(what, a, b, b.double() if b.is_floating_point() else b)
             else:
-                _require(type(a) is type(b), f"{what} is {a!r}, unfused {b!r}")
+                require(type(a) is type(b), f"{what} is {a!r}, unfused {b!r}")
 
 
 def _records(

@@ -25,13 +25,14 @@ MAY_IMPORT = {
     "infer": {"_torch", "op", "chain"},
     "graph_op": {"_torch", "op"},
     "plan": {"op", "rule", "chain", "infer", "graph_op"},
-    "checked": {"op", "plan"},
+    "checked": {"_torch", "op", "plan"},
     "codegen": {"op", "chain", "plan", "graph_op"},
     "executable": {"infer", "plan", "checked", "codegen"},
     "fuser": {"_torch", "rule", "chain", "plan", "executable", "kernels.registry"},
     "explanation": {"_torch", "op", "chain", "plan", "codegen", "executable", "fuser", "kernels.registry"},
     "sequential": {"_torch", "op", "ops", "rule", "rules", "chain", "infer", "fuser", "explanation"},
-    "testing": {"op", "rule", "rules", "codegen", "executable", "sequential"},
+    "tolerance": set(),
+    "testing": {"tolerance", "op", "rule", "rules", "codegen", "executable", "sequential"},
     "_info": {"kernels", "kernels.registry"},
 }
 FREE = ("__init__", "__main__", "cli", "demo")

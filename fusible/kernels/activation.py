@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from fusible._torch import gelu_ as _gelu_
 from fusible._torch import silu as _silu
 from fusible._torch import silu_ as _silu_
+from fusible.kernels._dtype import to, wide
 from fusible.kernels.registry import kernel
 
 _gelu_backward = torch.ops.aten.gelu_backward.default
@@ -25,15 +26,25 @@ _threshold_backward = torch.ops.aten.threshold_backward.default
 #: The factor in QGELU.
 QUICK = 1.702
 
-#: Up to this many elements torch's own loop beats oneDNN's GELU, which costs 5 to 15 us per call; a transposed view,
-#: which oneDNN does not take, leads there.
+#: Up to this many elements torch's own loop beats oneDNN, whose calls cost 5 to 15 us more.
 _SMALL = 1 << 13
+
+
+def _around_onednn(x: Tensor, approximate: str) -> bool:
+    """Whether to go through a transposed view, which torch does not hand to oneDNN."""
+    return approximate == "none" and x.dim() > 1 and x.numel() <= _SMALL
+
+
+def dswish(dy: Tensor, x: Tensor, alpha: float) -> Tensor:
+    """Gradient of `x sigmoid(alpha x)`. Not written by `silu'(alpha x)`, where `alpha x` may overflow."""
+    s = (x * alpha).sigmoid_()
+    return _sigmoid_backward(dy * x, s).mul_(alpha).addcmul_(dy, s)
 
 
 @kernel
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """`x Φ(x)`, or its tanh approximation."""
-    if x.dim() > 1 and x.numel() <= _SMALL:
+    if _around_onednn(x, approximate):
         return F.gelu(x.mT, approximate=approximate).mT
     return F.gelu(x, approximate=approximate)
 
@@ -41,7 +52,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 @kernel
 def gelu_(x: Tensor, approximate: str = "none") -> Tensor:
     """`gelu` in place."""
-    if x.dim() > 1 and x.numel() <= _SMALL:
+    if _around_onednn(x, approximate):
         _gelu_(x.mT, approximate=approximate)
         return x
     return _gelu_(x, approximate=approximate)
@@ -50,7 +61,7 @@ def gelu_(x: Tensor, approximate: str = "none") -> Tensor:
 @kernel
 def dgelu(dy: Tensor, x: Tensor, approximate: str = "none") -> Tensor:
     """`dy (Φ(x) + x φ(x))`, or the derivative of the tanh approximation."""
-    if x.dim() > 1 and x.numel() <= _SMALL:
+    if _around_onednn(x, approximate):
         return _gelu_backward(dy.mT, x.mT, approximate=approximate).mT
     return _gelu_backward(dy, x, approximate=approximate)
 
@@ -69,8 +80,9 @@ def qgelu_(x: Tensor) -> Tensor:
 
 @kernel
 def dqgelu(dy: Tensor, x: Tensor) -> Tensor:
-    """`dy silu'(1.702 x)`, since `qgelu(x) = silu(1.702 x) / 1.702`."""
-    return _silu_backward(dy, x * QUICK)
+    """`dy (s + 1.702 x s (1 - s))` with `s = sigmoid(1.702 x)`; in float32 at least."""
+    dtype = wide(x.dtype)
+    return to(dswish(to(dy, dtype), to(x, dtype), QUICK), x.dtype)
 
 
 @kernel
@@ -108,7 +120,7 @@ def srelu_(x: Tensor) -> Tensor:
 @kernel
 def dsrelu(dy: Tensor, x: Tensor) -> Tensor:
     """`2 max(x, 0) dy`."""
-    return _threshold_backward(dy, x, 0).mul_(torch.relu(x).mul_(2))
+    return _threshold_backward(dy, x, 0).mul_(torch.relu(x)).mul_(2)
 
 
 @kernel

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusible._torch import silu as _silu
-from fusible.kernels.activation import QUICK
-from fusible.kernels.norm import wide
+from fusible.kernels._dtype import to, wide
+from fusible.kernels.activation import dqgelu, dswish, qgelu
 from fusible.kernels.registry import kernel
 
 _gelu_backward = torch.ops.aten.gelu_backward.grad_input
@@ -104,15 +104,11 @@ def dgeglu(
     return _backward(dy, x, gate_first, interleave, _dproduct(lambda a: F.gelu(a, approximate=approximate), dact))
 
 
-def _qgelu(a: Tensor) -> Tensor:
-    return (a * QUICK).sigmoid_().mul_(a)
-
-
 def _dqgelu(d: Tensor, a: Tensor, out: Tensor) -> None:
-    _silu_backward(d, a * QUICK, grad_input=out)
+    out.copy_(dqgelu.body(d, a))
 
 
-_qgeglu, _dqgeglu = _product(_qgelu), _dproduct(_qgelu, _dqgelu)
+_qgeglu, _dqgeglu = _product(qgelu.body), _dproduct(qgelu.body, _dqgelu)
 
 
 @kernel
@@ -123,7 +119,7 @@ def qgeglu(x: Tensor, gate_first: bool = True, interleave: int | None = None) ->
 
 @kernel
 def dqgeglu(dy: Tensor, x: Tensor, gate_first: bool = True, interleave: int | None = None) -> Tensor:
-    """`da = dy b silu'(1.702 a)`, `db = dy a sigmoid(1.702 a)`."""
+    """`da = dy b qgelu'(a)`, `db = dy qgelu(a)`."""
     return _backward(dy, x, gate_first, interleave, _dqgeglu)
 
 
@@ -152,7 +148,7 @@ def _srelu(a: Tensor) -> Tensor:
 
 
 def _dsrelu(d: Tensor, a: Tensor, out: Tensor) -> None:
-    _threshold_backward(d, a, 0, grad_input=out).mul_(torch.relu(a).mul_(2))
+    _threshold_backward(d, a, 0, grad_input=out).mul_(torch.relu(a)).mul_(2)
 
 
 _sreglu, _dsreglu = _product(_srelu), _dproduct(_srelu, _dsrelu)
@@ -197,7 +193,7 @@ def clamped_swiglu(
         a = a.clamp(max=limit)
         return (a * alpha).sigmoid_().mul_(a).mul_(b.clamp(-limit, limit).add_(offset))
 
-    return _forward(x.to(wide(x.dtype)), gate_first, interleave, formula).to(x.dtype)
+    return to(_forward(to(x, wide(x.dtype)), gate_first, interleave, formula), x.dtype)
 
 
 @kernel
@@ -210,17 +206,20 @@ def dclamped_swiglu(
     alpha: float = 1.702,
     offset: float = 1.0,
 ) -> Tensor:
-    """`da = dy b' silu'(alpha a')` where `a <= limit`, `db = dy a' sigmoid(alpha a')` where `|b| <= limit`, else 0."""
+    """With `s = sigmoid(alpha a')`: `da = dy b' (s + alpha a' s (1 - s))` where `a <= limit`, else 0;
+
+    `db = dy a' s` where `|b| <= limit`, else 0.
+    """
 
     def partials(dy: Tensor, a: Tensor, b: Tensor, da: Tensor, db: Tensor) -> None:
         clamped = a.clamp(max=limit)
         torch.mul(dy, (clamped * alpha).sigmoid_().mul_(clamped), out=db)
         db.masked_fill_((b.abs() <= limit).logical_not_(), 0)
-        _silu_backward(b.clamp(-limit, limit).add_(offset).mul_(dy), clamped * alpha, grad_input=da)
+        da.copy_(dswish(b.clamp(-limit, limit).add_(offset).mul_(dy), clamped, alpha))
         da.masked_fill_((a <= limit).logical_not_(), 0)
 
     dtype = wide(x.dtype)
-    return _backward(dy.to(dtype), x.to(dtype), gate_first, interleave, partials).to(x.dtype)
+    return to(_backward(to(dy, dtype), to(x, dtype), gate_first, interleave, partials), x.dtype)
 
 
 @kernel
@@ -233,7 +232,7 @@ def situ_glu(
         gate = (a / beta1).tanh_().mul_(beta1).mul_(torch.sigmoid(a))
         return gate.mul_((b / beta2).tanh_().mul_(beta2))
 
-    return _forward(x.to(wide(x.dtype)), gate_first, interleave, formula).to(x.dtype)
+    return to(_forward(to(x, wide(x.dtype)), gate_first, interleave, formula), x.dtype)
 
 
 @kernel
@@ -257,4 +256,4 @@ def dsitu_glu(
         da.add_(torch.sub(1, s).mul_(s).mul_(t).mul_(beta1)).mul_(u.mul_(beta2)).mul_(dy)
 
     dtype = wide(x.dtype)
-    return _backward(dy.to(dtype), x.to(dtype), gate_first, interleave, partials).to(x.dtype)
+    return to(_backward(to(dy, dtype), to(x, dtype), gate_first, interleave, partials), x.dtype)

@@ -14,28 +14,22 @@ from math import prod
 import torch
 from torch import Tensor
 
+from fusible.kernels._dtype import to, wide
 from fusible.kernels.registry import kernel
 
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of statistics and reductions."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
-
-
-def _to(t: Tensor, dtype: torch.dtype) -> Tensor:
-    return t if t.dtype is dtype else t.to(dtype)
-
-
 def _gain(weight: Tensor, dtype: torch.dtype, zero_centered: bool) -> Tensor:
-    weight = _to(weight, dtype)
+    weight = to(weight, dtype)
     return weight + 1 if zero_centered else weight
 
 
 def _dims(x: Tensor, normalized_ndim: int) -> tuple[tuple[int, ...], float]:
     """The normalised dimensions, and 1 / the number of their elements."""
-    return tuple(range(-normalized_ndim, 0)), 1 / max(prod(x.shape[-normalized_ndim:]), 1)
+    if normalized_ndim == 1:
+        return (-1,), 1 / (x.shape[-1] or 1)
+    return tuple(range(-normalized_ndim, 0)), 1 / (prod(x.shape[-normalized_ndim:]) or 1)
 
 
 def _scaled(x: Tensor, dims: tuple[int, ...], scale: float, eps: float) -> tuple[Tensor, Tensor]:
@@ -57,10 +51,10 @@ def rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """`y = x rstd g` with `rstd = rsqrt(mean x² + eps)`. Returns (y, rstd)."""
     dtype = wide(x.dtype)
-    y, rstd = _scaled(_to(x, dtype), *_dims(x, normalized_ndim), eps)
+    y, rstd = _scaled(to(x, dtype), *_dims(x, normalized_ndim), eps)
     if weight is not None:
         y.mul_(_gain(weight, dtype, zero_centered))
-    return _to(y, x.dtype), rstd
+    return to(y, x.dtype), rstd
 
 
 @kernel
@@ -76,15 +70,15 @@ def drms_norm(
 ) -> tuple[Tensor | None, Tensor | None]:
     """`dx = rstd (dy g - x̂ mean(dy g x̂))`, `dweight = sum dy x̂` over the leading dimensions. Returns (dx, dweight)."""
     dtype = rstd.dtype
-    dy = _to(dy, dtype)
-    xhat = _to(x, dtype) * rstd
+    dy = to(dy, dtype)
+    xhat = to(x, dtype) * rstd
     buffer = dy * xhat
     dx = dweight = None
     if want_weight:
         leading = tuple(range(x.dim() - normalized_ndim))
         dweight = buffer.sum(leading) if leading else buffer.clone()
         if weight is not None:
-            dweight = _to(dweight, weight.dtype)
+            dweight = to(dweight, weight.dtype)
     if want_x:
         dims, scale = _dims(x, normalized_ndim)
         if weight is not None:
@@ -93,7 +87,7 @@ def drms_norm(
             dy = torch.mul(dy, gain, out=buffer)
         else:
             dot = buffer.sum(dims, True)
-        dx = _to(_dscaled(dy, xhat, dot, rstd, scale, out=buffer), x.dtype)
+        dx = to(_dscaled(dy, xhat, dot, rstd, scale, out=buffer), x.dtype)
     return dx, dweight
 
 
@@ -111,9 +105,9 @@ def layer_norm(
     if weight is not None:
         weight = _gain(weight, dtype, zero_centered)
     if bias is not None:
-        bias = _to(bias, dtype)
-    y, mean, rstd = torch.native_layer_norm(_to(x, dtype), x.shape[-normalized_ndim:], weight, bias, eps)
-    return _to(y, x.dtype), mean, rstd
+        bias = to(bias, dtype)
+    y, mean, rstd = torch.native_layer_norm(to(x, dtype), x.shape[-normalized_ndim:], weight, bias, eps)
+    return to(y, x.dtype), mean, rstd
 
 
 @kernel
@@ -142,23 +136,23 @@ def dlayer_norm(
     else:
         gain = None
     wanted = [want_x, want_weight, want_bias]
-    dx, *grads = _layer_norm_backward(_to(dy, dtype), _to(x, dtype), shape, mean, rstd, gain, gain, wanted)
+    dx, *grads = _layer_norm_backward(to(dy, dtype), to(x, dtype), shape, mean, rstd, gain, gain, wanted)
     if weight is not None and weight.dtype is not dtype:
         grads = [None if grad is None else grad.to(weight.dtype) for grad in grads]
-    return None if dx is None else _to(dx, x.dtype), *grads
+    return None if dx is None else to(dx, x.dtype), *grads
 
 
 @kernel
 def l2_norm(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`y = x inverse` with `inverse = rsqrt(sum x² + eps)` over the last dimension. Returns (y, inverse)."""
-    y, inverse = _scaled(_to(x, wide(x.dtype)), (-1,), 1.0, eps)
-    return _to(y, x.dtype), inverse
+    y, inverse = _scaled(to(x, wide(x.dtype)), (-1,), 1.0, eps)
+    return to(y, x.dtype), inverse
 
 
 @kernel
 def dl2_norm(dy: Tensor, x: Tensor, inverse: Tensor) -> Tensor:
     """`dx = inverse (dy - y sum(dy y))`."""
-    dy = _to(dy, inverse.dtype)
-    y = _to(x, inverse.dtype) * inverse
+    dy = to(dy, inverse.dtype)
+    y = to(x, inverse.dtype) * inverse
     buffer = dy * y
-    return _to(_dscaled(dy, y, buffer.sum(-1, True), inverse, 1.0, out=buffer), x.dtype)
+    return to(_dscaled(dy, y, buffer.sum(-1, True), inverse, 1.0, out=buffer), x.dtype)

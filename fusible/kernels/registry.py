@@ -38,6 +38,8 @@ class _State(threading.local):
 
 
 _state = _State()
+#: Open `record_calls` of all threads: while there is none, a kernel without backends looks no further.
+_recorders: list[list] = []
 KERNELS: dict[str, Kernel] = {}
 
 
@@ -53,7 +55,7 @@ class Kernel:
         self.__wrapped__ = body
 
     def __call__(self, x: torch.Tensor, *args: Any, **options: Any) -> Any:
-        if not self.backends and _state.calls is None:
+        if not self.backends and not _recorders:
             return self.body(x, *args, **options)
         chosen = self.choose(x.device.type, x.dtype, x.shape[-1])
         if _state.calls is not None:
@@ -117,8 +119,11 @@ def forced() -> str | None:
 @contextmanager
 def record_calls() -> Iterator[list[tuple[str, str]]]:
     """Lists (kernel, backend) of each kernel call of this thread, while it is open."""
-    before, _state.calls = _state.calls, []
+    before, calls = _state.calls, []
+    _state.calls = calls
+    _recorders.append(calls)
     try:
-        yield _state.calls
+        yield calls
     finally:
         _state.calls = before
+        _recorders.pop()

@@ -15,7 +15,7 @@ def shown(x: Spec) -> str:
 def arithmetic(x: Spec, name: str = "x") -> Spec:
     """x itself, if one can calculate with it."""
     if not x.dtype.is_floating_point:
-        raise ValueError(f"{name} must have a floating dtype, got {x.dtype}; convert it first, e.g. {name}.float()")
+        raise ValueError(f"{name} must have a floating dtype, got {x.dtype}; convert it first, with float()")
     if not x.shape:
         raise ValueError(f"{name} must have at least one dimension, got a scalar; reshape it to [1]")
     return x

@@ -19,12 +19,16 @@ def _one_dtype(linear, bias, env):
         yield bias.bias.dtype == dtype, f"Bias is {bias.bias.dtype}, Linear computes in {dtype}: give both one dtype"
 
 
+def _as(dtype, *tensors):
+    """The tensors in the dtype of the GEMM."""
+    return [t if t is None or t.dtype is dtype else t.to(dtype) for t in tensors]
+
+
 @forward
 def linear_bias(linear: BasicLinear, bias: Bias, /, x, weight, b, *, env):
     """The bias is added by the GEMM."""
-    dtype = env.out_dtype
-    x = x.to(dtype)
-    return Out(kernels.gemm_bias(x, weight.to(dtype), b.to(dtype)), linear=BasicLinear.Saved(x))
+    x, weight, b = _as(env.out_dtype, x, weight, b)
+    return Out(kernels.gemm_bias(x, weight, b), linear=BasicLinear.Saved(x))
 
 
 @linear_bias.requires
@@ -35,9 +39,8 @@ def _(linear, bias, env):
 @forward
 def linear_activation(linear: BasicLinear, bias: Bias | None, act: Activation, /, x, weight, b, *, env):
     """The activation writes over the GEMM's result, where backward does not ask for that."""
-    dtype = env.out_dtype
-    x, weight = x.to(dtype), weight.to(dtype)
-    y = kernels.gemm(x, weight) if b is None else kernels.gemm_bias(x, weight, b.to(dtype))
+    x, weight, b = _as(env.out_dtype, x, weight, b)
+    y = kernels.gemm(x, weight) if b is None else kernels.gemm_bias(x, weight, b)
     return Out(act.apply_(y), linear=BasicLinear.Saved(x), act=type(act).Saved(y))
 
 
@@ -52,10 +55,8 @@ def _(linear, bias, act, env):
 @forward
 def linear_add(linear: BasicLinear, bias: Bias | None, add: AddExtraInput, /, x, extra, weight, b, *, env):
     """The residual is added by the GEMM, or with a bias in place on its result."""
-    dtype = env.out_dtype
-    x = x.to(dtype)
-    y = kernels.gemm_add(x, weight.to(dtype), None if b is None else b.to(dtype), extra)
-    return Out(y, linear=BasicLinear.Saved(x))
+    x, weight, b = _as(env.out_dtype, x, weight, b)
+    return Out(kernels.gemm_add(x, weight, b, extra), linear=BasicLinear.Saved(x))
 
 
 @linear_add.requires
@@ -72,10 +73,8 @@ def _same_extra(linear, env):
 @forward
 def linear_scale_add(linear: BasicLinear, scale: ConstantScale, add: AddExtraInput, /, x, extra, weight, *, env):
     """The GEMM scales its product and adds it to the residual."""
-    dtype = env.out_dtype
-    x = x.to(dtype)
-    y = kernels.gemm_scale_add(x, weight.to(dtype), scale.scale, extra)
-    return Out(y, linear=BasicLinear.Saved(x))
+    x, weight = _as(env.out_dtype, x, weight)
+    return Out(kernels.gemm_scale_add(x, weight, scale.scale, extra), linear=BasicLinear.Saved(x))
 
 
 @linear_scale_add.requires

@@ -1,0 +1,69 @@
+"""The one tolerance, by which `fusible.testing` compares what ran fused with the plain formulas.
+
+In float64 a relative 1e-10 of the largest value; in any other dtype no further from the float64 result than twice what
+plain torch is in that dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["compare", "require", "same"]
+
+
+def require(ok: bool, text: str) -> None:
+    """Raises `AssertionError` with this text unless `ok`."""
+    if not ok:
+        raise AssertionError(text)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same values, NaN counting as equal to itself."""
+    return bool(torch.equal(a.nan_to_num(), b.nan_to_num())) if a.is_floating_point() else bool(torch.equal(a, b))
+
+
+def compare(what: str, fused: Tensor | None, plain: Tensor | None, exact: Tensor | None) -> None:
+    """Raises `AssertionError` if `fused` is further from `exact`, the float64 result, than `plain` allows."""
+    if fused is None or plain is None or exact is None:
+        require(fused is None and plain is None, f"{what} is {_presence(fused)} fused, {_presence(plain)} in reference")
+        return
+    require(fused.shape == plain.shape, f"{what} has shape {list(fused.shape)} fused, {list(plain.shape)} in reference")
+    require(fused.dtype == plain.dtype, f"{what} has dtype {fused.dtype} fused, {plain.dtype} in reference")
+    if not fused.is_floating_point():
+        require(bool(torch.equal(fused, plain)), f"{what} differs from reference")
+        return
+    require(bool(torch.equal(fused.isnan(), plain.isnan())), f"{what} is NaN elsewhere than in reference")
+    error, limit = _error(fused, exact), _limit(plain, exact)
+    if error > limit:
+        place = _worst(fused, exact)
+        raise AssertionError(
+            f"{what} is off by {error:.3g} at {place}, allowed {limit:.3g} (fused {fused[place].item():.8g}, "
+            f"reference {plain[place].item():.8g}, float64 {exact[place].item():.12g})"
+        )
+
+
+def _presence(tensor: Tensor | None) -> str:
+    return "missing" if tensor is None else "there"
+
+
+def _error(got: Tensor, exact: Tensor) -> float:
+    return _difference(got, exact).max().item() if got.numel() else 0.0
+
+
+def _difference(got: Tensor, exact: Tensor) -> Tensor:
+    difference = (got.double() - exact.double()).abs()
+    return torch.where(got.double() == exact.double(), 0.0, difference).nan_to_num(0.0)
+
+
+def _limit(plain: Tensor, exact: Tensor) -> float:
+    finite = exact.double().abs()
+    scale = finite[finite.isfinite()].max().item() if finite.isfinite().any() else 0.0
+    if plain.dtype == torch.float64:
+        return 1e-10 * max(scale, 1e-3)
+    return 2 * max(_error(plain, exact), torch.finfo(plain.dtype).eps * scale)
+
+
+def _worst(got: Tensor, exact: Tensor) -> tuple[int, ...]:
+    flat = int(_difference(got, exact).argmax())
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), got.shape))
