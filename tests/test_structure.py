@@ -102,6 +102,6 @@ def test_nothing_asks_what_an_object_is_by_probing(path):
 
 def test_only_autograd_knowing_files_define_functions():
     for path in FILES:
-        if path.name in ("fuser.py",):
+        if path.name in ("fuser.py", "_torch.py"):
             continue
         assert "autograd.Function" not in re.sub(r'`+[^`]*`+|"""(.|\n)*?"""', "", path.read_text()), path.name
