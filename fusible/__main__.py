@@ -14,6 +14,9 @@ def main() -> int:
         from fusible.cli import run
 
         return run(sys.argv[1:])
+    except KeyboardInterrupt:
+        print("Stopped.", file=sys.stderr)
+        return 130
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in EXTRA:

@@ -1,4 +1,4 @@
-"""What this installation can do: versions, devices, and which kernel backends are there. Nothing is asked before `info()`."""
+"""What this installation can do: versions, devices, kernel backends. Nothing is probed before `info()` is called."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _backends() -> tuple[Backend, ...]:
 
 
 def _backend(name: str, kernels: int, missing: str | None) -> Backend:
-    return Backend(name, missing is None, missing or f"{kernels} kernels")
+    return Backend(name, missing is None, missing or f"{kernels} {'kernel' if kernels == 1 else 'kernels'}")
 
 
 def _no_triton(kernels: int) -> str | None:

@@ -34,7 +34,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    Console(stderr=True, soft_wrap=True).print(f"fusible: {message}", markup=False, highlight=False)
+    Console(stderr=True, soft_wrap=True).print(f"fusible: {' '.join(message.split())}", markup=False, highlight=False)
     return code
 
 

@@ -10,7 +10,7 @@ __all__ = ["BATCH", "CONTEXT", "Config", "InputError", "read_text"]
 
 #: Sequences per step, and characters per sequence.
 BATCH = 16
-CONTEXT = 128
+CONTEXT = 64
 
 
 class InputError(Exception):
@@ -21,7 +21,7 @@ class InputError(Exception):
 class Config:
     """Size and length of the training. Raises `InputError` on values that cannot work."""
 
-    steps: int = 300
+    steps: int = 600
     width: int = 128
     layers: int = 4
     heads: int = 4

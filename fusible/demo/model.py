@@ -15,7 +15,7 @@ import fusible
 from fusible import ops
 from fusible.demo.config import CONTEXT, Config
 
-__all__ = ["MODELS", "CharModel", "fusible_model", "plain_model"]
+__all__ = ["MODELS", "CharModel", "fusible_model", "generate", "plain_model"]
 
 
 class CausalAttention(nn.Module):
@@ -54,17 +54,24 @@ def fusible_block(width: int, heads: int) -> nn.Module:
 class CharModel(nn.Module):
     """Embeddings, then `body`: the blocks, a norm, and the projection to the vocabulary."""
 
-    def __init__(self, vocabulary: int, width: int, body: nn.Module) -> None:
+    def __init__(self, vocabulary: int, width: int, body: nn.Sequential) -> None:
         super().__init__()
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(CONTEXT, width)
-        self.body = body
-        nn.init.normal_(self.token.weight, std=0.02)
-        nn.init.normal_(self.position.weight, std=0.02)
+        self.body: nn.Sequential = body
+        with torch.no_grad():
+            self.position.weight.copy_(waves(CONTEXT, width))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits `[b, t, v]` of the next character at each position of `tokens`, `[b, t]`."""
         return self.body(self.token(tokens) + self.position.weight[: tokens.shape[1]])
+
+
+def waves(t: int, d: int) -> Tensor:
+    """Positions as sines of falling frequency, `[t, d]`: attention soon learns to look back from there."""
+    frequency = 1.5 * t ** -torch.linspace(0, 1, d)
+    phase = torch.arange(d) % 2 * (torch.pi / 2)
+    return torch.sin(torch.arange(t)[:, None] * frequency + phase)
 
 
 def plain_model(vocabulary: int, config: Config) -> CharModel:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from rich import box
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -12,7 +15,7 @@ from fusible.demo.config import BATCH, CONTEXT, Config
 from fusible.demo.result import AGREE, Result, Run
 from fusible.demo.worker import WARM_UP
 
-__all__ = ["Bars", "show_agreement", "show_plan", "show_sample", "show_start", "show_table"]
+__all__ = ["Bars", "show_agreement", "show_files", "show_plan", "show_sample", "show_start", "show_table"]
 
 
 class Bars:
@@ -44,55 +47,64 @@ class Bars:
         self.progress.update(self.tasks[run.variant], completed=len(run.steps), loss=loss, speed=speed)
 
 
+def show_plan(console: Console, plan: str) -> None:
+    console.print("How one of the model's blocks runs, as [bold]print(block.explain(x))[/] shows it:\n")
+    console.print(Text(plan.rstrip()), soft_wrap=True)
+
+
 def show_start(console: Console, config: Config, text: str, vocabulary: int, parameters: int) -> None:
+    layers = f"{config.layers} {'layer' if config.layers == 1 else 'layers'} of width {config.width}"
     console.print(
-        f"A GPT of {parameters:,} parameters ({config.layers} layers of width {config.width}, {config.heads} heads) "
-        f"learns English text, character by character: {len(text):,} characters, {vocabulary} different ones. "
-        f"Both variants start from the same weights (seed {config.seed}) and see the same {config.steps} batches "
-        f"of {BATCH} × {CONTEXT} characters.\n"
+        f"\nA GPT of {parameters:,} parameters ({layers}) learns English text, character by character: "
+        f"{len(text):,} characters, {vocabulary} different ones. It is trained twice, with plain torch.nn and with "
+        f"fusible, from the same weights (seed {config.seed}), on the same {config.steps} batches of "
+        f"{BATCH} × {CONTEXT} characters.\n",
+        highlight=False,
+    )
+
+
+def show_sample(console: Console, sample: str) -> None:
+    console.print()
+    console.print(Panel(Text(sample), title="what the fusible model writes now", title_align="left"))
+
+
+def show_table(console: Console, result: Result) -> None:
+    plain, fused = result.runs
+    table = Table("", plain.variant, fused.variant, "fusible / torch.nn", box=box.SIMPLE_HEAD)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    rows = (
+        ("seconds", "{:.1f}", plain.seconds, fused.seconds),
+        ("ms per step, median", "{:.1f}", plain.milliseconds, fused.milliseconds),
+        ("tokens/s", "{:,.0f}", plain.tokens_per_second, fused.tokens_per_second),
+        ("peak memory, MiB", "{:,.1f}", plain.peak_mib, fused.peak_mib),
+    )
+    for name, form, *values in rows:
+        known = [value for value in values if value is not None]
+        ratio = f"{known[1] / known[0]:.2f}" if len(known) == 2 and known[0] else "n/a"
+        table.add_row(name, *("n/a" if value is None else form.format(value) for value in values), ratio)
+    console.print(table)
+    console.print(
+        f"Each variant trains in a process of its own; the two take turns, so that a busy machine slows both alike. "
+        f"Seconds: whole training steps (batch, forward, backward, AdamW), after {WARM_UP} steps of warm-up. "
+        f"Peak memory: resident memory at its highest, less that of Python and torch before the model was made.\n",
+        style="dim",
     )
 
 
 def show_agreement(console: Console, result: Result) -> None:
     largest, step = result.largest_difference()
     first, last = result.losses()[1][0], result.losses()[1][-1]
-    what = f"by {largest:.1e} nats at most (step {step}), while the loss went from {first:.3f} to {last:.3f}"
+    what = f"by {largest:.1e} nats per character at most (step {step}); the loss went from {first:.3f} to {last:.3f}"
     if result.agrees():
-        console.print(f"\n[green]The two loss curves agree:[/] they differ {what}.\n")
+        console.print(f"[bold green]The two loss curves agree.[/] They differ {what}.\n", highlight=False)
     else:
-        console.print(f"\n[red]The two loss curves do not agree:[/] they differ {what}; up to {AGREE} is rounding.\n")
+        console.print(
+            f"[bold red]The two loss curves do not agree.[/] They differ {what}. Rounding explains {AGREE} at most.\n",
+            highlight=False,
+        )
 
 
-def show_table(console: Console, result: Result) -> None:
-    plain, fused = result.runs
-    table = Table("", *(run.variant for run in result.runs), "fusible / torch.nn")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    rows = (
-        ("seconds", "{:.1f}", [run.seconds for run in result.runs]),
-        ("ms per step (median)", "{:.1f}", [run.milliseconds for run in result.runs]),
-        ("tokens/s", "{:,.0f}", [run.tokens_per_second for run in result.runs]),
-        ("peak memory (MiB)", "{:,.0f}", [None if run.peak is None else run.peak / 2**20 for run in result.runs]),
-        ("last loss (nats)", "{:.4f}", [run.steps[-1].loss for run in result.runs]),
-    )
-    for name, form, values in rows:
-        known = [value for value in values if value is not None]
-        ratio = f"{known[1] / known[0]:.2f}" if len(known) == 2 and known[0] else "n/a"
-        table.add_row(name, *("n/a" if value is None else form.format(value) for value in values), ratio)
-    console.print(table)
-    console.print(
-        f"Each variant has a process of its own, and they take turns. Seconds are whole training steps (batch, forward, "
-        f"backward, AdamW) after {WARM_UP} steps of warm-up; peak memory is how much the process grew over what "
-        f"Python and torch need: weights, gradients, optimizer, activations.\n",
-        style="dim",
-    )
-
-
-def show_plan(console: Console, plan: str) -> None:
-    console.print("How one of the blocks runs, as [bold]print(block.explain(x))[/] shows it:\n")
-    console.print(Text(plan))
-
-
-def show_sample(console: Console, sample: str) -> None:
-    console.print()
-    console.print(Panel(Text(sample), title="what the fusible model writes now", title_align="left"))
+def show_files(console: Console, out: Path) -> None:
+    names = ", ".join(str(out / name) for name in ("demo.png", "losses.csv", "model.pt"))
+    console.print(Text(f"Loss curves and weights: {names}"), soft_wrap=True)

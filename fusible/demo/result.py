@@ -37,6 +37,10 @@ class Run:
         """The median step's."""
         return 1e3 * median(step.seconds for step in self.steps)
 
+    @property
+    def peak_mib(self) -> float | None:
+        return None if self.peak is None else self.peak / 2**20
+
 
 @dataclass
 class Result:

@@ -43,7 +43,7 @@ def make_model(variant: str, vocabulary: int, config: Config) -> CharModel:
 class Trainer:
     """Trains a model with AdamW on random pieces of the text; equal seeds see equal batches."""
 
-    def __init__(self, model: CharModel, tokens: Tensor, config: Config, rate: float = 3e-3) -> None:
+    def __init__(self, model: CharModel, tokens: Tensor, config: Config, rate: float = 5e-3) -> None:
         self.model = model
         self.tokens = tokens
         self.steps = config.steps

@@ -1,7 +1,7 @@
 """Each variant trains in a process of its own, so that its memory can be told from the other's.
 
 The parent asks for one step at a time. It can therefore let the two take turns (a busy spell of the machine then slows
-both), and Ctrl-C can stop them between two steps: the children ignore it and obey the parent.
+both), and Ctrl-C stops them between two steps: it reaches the parent alone, and the children obey the parent.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -55,16 +58,13 @@ class WorkerError(Exception):
 class Worker:
     """The parent's end of one training process. Leave it by `with`, which ends the process."""
 
-    def __init__(self, variant: str, config: Config, text: str) -> None:
+    def __init__(self, variant: str) -> None:
         self.variant = variant
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, variant, config, text), daemon=True)
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: a terminal's Ctrl-C is the parent's alone
-        try:
+        self.process = context.Process(target=serve, args=(theirs, variant), daemon=True)
+        with without_interrupts():
             self.process.start()
-        finally:
-            signal.signal(signal.SIGINT, before)
         theirs.close()
 
     def __enter__(self) -> Worker:
@@ -74,8 +74,9 @@ class Worker:
         self.process.terminate()
         self.process.join()
 
-    def wait(self) -> None:
+    def prepare(self, config: Config, text: str) -> None:
         """Returns when the process has warmed up and is ready for its first step."""
+        self.connection.send((config, text))
         self._answer()
 
     def step(self) -> Step:
@@ -86,10 +87,10 @@ class Worker:
         return answer
 
     def finish(self, weights: Path | None) -> Finished:
-        """Ends the training, saves its weights, and returns what was measured; a step under way is completed first."""
+        """Ends the training, saves its weights, and returns what was measured."""
         self.connection.send(weights)
-        while not isinstance(answer := self._answer(), Finished):
-            pass
+        answer = self._answer()
+        assert isinstance(answer, Finished)
         return answer
 
     def _answer(self) -> object:
@@ -97,15 +98,33 @@ class Worker:
             answer = self.connection.recv()
         except (EOFError, ConnectionError):
             self.process.join()
-            raise WorkerError(f"{self.variant}: the training process ended by itself, with exit code {self.process.exitcode}") from None
+            raise WorkerError(
+                f"{self.variant}: the training process ended by itself, with exit code {self.process.exitcode}"
+            ) from None
         if isinstance(answer, Failed):
             raise WorkerError(f"{self.variant}: {answer.error}")
         return answer
 
 
-def serve(connection: Connection, variant: str, config: Config, text: str) -> None:
-    """The child: trains, one step per request, until asked to finish or until the parent is gone."""
+@contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Holds Ctrl-C back. A process that starts here inherits that: a terminal's Ctrl-C is for the parent alone."""
+    if sys.platform == "win32":
+        yield
+        return
+    resource_tracker.ensure_running()  # starting it would let signals through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def serve(connection: Connection, variant: str) -> None:
+    """The child: trains, one step per request, until asked to finish or until the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        config, text = connection.recv()
         vocabulary = Vocabulary(text)
         tokens = vocabulary.encode(text)
         load_libraries(variant)
