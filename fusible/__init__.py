@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fusible import kernels, ops, rules
+from fusible import kernels, ops, rules, testing
+from fusible._info import info
 from fusible.op import Env, Grads, Op, Out, Saved, Spec, reads_for
 from fusible.rule import RuleSet, backward, forward, rewrite
 from fusible.sequential import Sequential, use_rules
@@ -20,10 +21,12 @@ __all__ = [
     "Spec",
     "backward",
     "forward",
+    "info",
     "kernels",
     "ops",
     "reads_for",
     "rewrite",
     "rules",
+    "testing",
     "use_rules",
 ]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,13 +17,13 @@ from torch.nn.modules import module as _module
 keep_graph = keep_graph
 
 #: Whether two tensors share one storage.
-shares_memory = torch._C._is_alias_of
+shares_memory = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 #: Whether autocast is on for any device type.
 any_autocast = torch._C._is_any_autocast_enabled
 
 #: Activations without the Python wrapper of `torch.nn.functional` and with their in-place forms.
-gelu_ = torch._C._nn.gelu_
+gelu_ = torch._C._nn.gelu_  # type: ignore[attr-defined]
 silu = torch._C._nn.silu
 silu_ = torch._C._nn.silu_
 
@@ -42,6 +45,14 @@ MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "
 def saved_tensor_hooks() -> bool:
     """Whether saved-tensor hooks (checkpoint, offload) want to see what is saved now."""
     return _top_saved_tensors_default_hooks(False) is not None
+
+
+def batched_backward() -> bool:
+    """Whether gradients come in batches that only torch's own operators can take apart: under `vmap`, old and new."""
+    return peek_interpreter_stack() is not None or torch._C._dispatch_tls_is_dispatch_key_included(_OLD_VMAP)
+
+
+_OLD_VMAP: Any = torch._C._parse_dispatch_key("VmapMode")
 
 
 def seen_through() -> bool:
@@ -74,7 +85,18 @@ def fake_mode() -> Any:
     """A context in which tensors have shapes and no data. Loading it takes a second, so only on demand."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    return FakeTensorMode()
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Keeps torch from logging a traceback for each formula that fake tensors cannot run."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -85,3 +107,9 @@ def storage_id(tensor: torch.Tensor) -> int:
 def direct_apply(function: type[torch.autograd.Function]) -> Any:
     """`function.apply` without its look for functorch transforms, for callers that have looked (`seen_through`)."""
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
+def cpu_capabilities() -> dict[str, Any]:
+    """What this CPU can do, by name (`avx512_bf16`, ...); empty where torch does not say."""
+    found = getattr(torch.cpu, "get_capabilities", None)
+    return found() if found else {}

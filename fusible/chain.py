@@ -87,9 +87,9 @@ class Watch:
         self.hooked: list[torch.nn.Module] = []
         self.global_hooks = any(_torch.GLOBAL_MODULE_HOOKS)
 
-    def container(self, module: torch.nn.Module) -> None:
+    def container(self, module: torch.nn.Module, outermost: bool) -> None:
         self.containers.append((module._modules, list(module._modules.values())))
-        self.hooks += _hooks(module)
+        self.hooks += [] if outermost else _hooks(module)  # the block's own hooks see it run
 
     def module(self, module: torch.nn.Module) -> None:
         self.modules.append(module)
@@ -123,14 +123,14 @@ def flatten(
     container: torch.nn.Module, is_block: Callable[[torch.nn.Module], bool], watch: Watch, prefix: str = ""
 ) -> Iterator[_Item | Split]:
     """The ops of a container in order, containers inside it opened, with a `Split` for each module that is no op."""
-    watch.container(container)
+    watch.container(container, outermost=not prefix)
     for name, child in container._modules.items():
         path = prefix + name
         if child is None:
             raise TypeError(f"op {path} must be a module, got None")
         reason = _keeps_apart(child, watch)
         if reason:
-            watch.hooked.append(child)
+            watch.hooked += [child] if any(_hooks(child)) else []
             yield Split(child, path, reason)
         elif type(child) is Residual:
             channel, label = _Private(path), _label(child, path)
@@ -147,6 +147,7 @@ def flatten(
 def _residual_op(kind: Any, channel: _Private) -> Op:
     op = kind()
     op.name = channel
+    op.mismatch = "f(x) must have x's shape {extra} but has {x}"
     return op
 
 
@@ -176,7 +177,7 @@ def _no_op(module: torch.nn.Module, op: Op | None) -> str | None:
     if isinstance(module, torch.nn.Sequential):
         return f"{name} is a container of its own kind or with rules of its own; it runs as a block of its own"
     if op is None:
-        return f"{name} is not an op of fusible, it runs as it is"
+        return f"{name} is not an op of fusible"
     if "forward" in module.__dict__:
         return f"forward was replaced on this {name}"
     if module._modules:
@@ -185,7 +186,8 @@ def _no_op(module: torch.nn.Module, op: Op | None) -> str | None:
     missing = [param for param in type(op).signature.params if param not in registered and hasattr(module, param)]
     if missing:
         return f"{missing[0]} of {name} is computed by a parametrization, not a parameter"
-    check_kind(type(op), registered)
+    kind: Any = type(op)
+    check_kind(kind, registered)
     return op.declines()
 
 
@@ -194,6 +196,9 @@ class _Numbering:
 
     def __init__(self, inputs: Sequence[str]) -> None:
         self.next = 1
+        twice = [name for name in inputs if inputs.count(name) > 1]
+        if twice:
+            raise ValueError(f"inputs={tuple(inputs)!r}: {twice[0]!r} is named twice")
         self.shared = {name: self.new() for name in inputs}
         self.made: dict[Any, tuple[int, str]] = {}
         self.read: dict[Any, str] = {}

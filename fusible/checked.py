@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fusible._torch import shares_memory
-from fusible.op import Grads, Out, Saved, has_kernels
+from fusible.op import Grads, Op, Out, Saved, has_kernels
 from fusible.plan import Plan, Step
 
 __all__ = ["checked_backward", "checked_forward"]
@@ -46,11 +46,14 @@ def _check_values(step: Step, plan: Plan, made: list[int], values: tuple) -> Non
         )
     for value, tensor in zip(made, values, strict=True):
         spec = plan.specs.get(value)
-        if spec is not None and (tensor.dtype != spec.dtype or tensor.shape[-1:] != spec.shape[-1:]):
-            raise TypeError(
-                f"{step}: forward returned {tensor.dtype} with last dimension {list(tensor.shape[-1:])}, but infer says "
-                f"{spec.dtype} with {list(spec.shape[-1:])}; one of them is wrong"
-            )
+        if spec is None or (tensor.dtype == spec.dtype and (value in plan.varying or tensor.shape[-1:] == spec.shape[-1:])):
+            continue
+        node = next(node for node in step.nodes if value in node.outs)
+        source = "reference gives" if type(node.op).infer is Op.infer else "infer says"
+        raise TypeError(
+            f"{step}: forward returned {tensor.dtype} with last dimension {list(tensor.shape[-1:])}, but {source} "
+            f"{spec.dtype} with {list(spec.shape[-1:])}; one of them is wrong"
+        )
 
 
 def _check_names(step: Step, what: str, got: Iterable[str], known: Iterable[str]) -> None:
@@ -61,15 +64,14 @@ def _check_names(step: Step, what: str, got: Iterable[str], known: Iterable[str]
 
 def _check_record(step: Step, name: str, node: Any, record: Any, args: tuple) -> None:
     kind = type(node.op).Saved
+    whose = f"the record of {node}" if step.rule else "its record"
     if record is None:
-        raise TypeError(
-            f"{step}: lacks the record of {name} ({node}); return Out(..., {name}={kind.__qualname__}(...)) with "
-            f"({', '.join(kind.fields)})"
-        )
+        fields = ", ".join(kind.fields)
+        raise TypeError(f"{step}: lacks {whose}; return Out(..., {name}={kind.__qualname__}({fields}))")
     if not has_kernels(type(node.op)):
         return
     if type(record) is not kind:
-        raise TypeError(f"{step}: the record of {name} ({node}) must be {kind.__qualname__}, got {type(record).__qualname__}")
+        raise TypeError(f"{step}: {whose} must be {kind.__qualname__}, got {type(record).__qualname__}")
     assert isinstance(record, Saved)
     parameters = [arg for arg in args if isinstance(arg, torch.nn.Parameter)]
     for field, value in zip(kind.fields, record, strict=True):

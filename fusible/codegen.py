@@ -94,9 +94,9 @@ def _forward_arguments(plan: Plan, step: Step) -> list[str]:
     extras: list[str] = []
     params: list[str] = []
     if step.rule is None:
-        node = step.nodes[0]
-        extras = [_name(value) for value in node.ins[1:]]
-        params = [_name(value) for value in plan.params[plan.index(node)]]
+        only = step.nodes[0]
+        extras = [_name(value) for value in only.ins[1:]]
+        params = [_name(value) for value in plan.params[plan.index(only)]]
     else:
         for slot, node in zip(step.rule.slots, step.slots, strict=True):
             extras += _padded([_name(value) for value in node.ins[1:]] if node else [], slot.num_extras)
@@ -130,9 +130,8 @@ def _last_uses(plan: Plan) -> dict[int, list[int]]:
     for number, step in enumerate(plan.forward_steps):
         for value in _made(step):
             last[value] = number
-        for value in (step.nodes[0].ins[0], *(v for node in step.nodes for v in node.ins[1:])):
-            if value is not None:
-                last[value] = number
+        taken = (step.nodes[0].ins[0], *(v for node in step.nodes for v in node.ins[1:]))
+        last.update((value, number) for value in taken if value is not None)
     dead: dict[int, list[int]] = {}
     for value, number in last.items():
         if value not in plan.outputs:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fusible.checked import check_memory, checked_backward, checked_forward
 from fusible.codegen import backward_function, forward_function, records
+from fusible.graph_op import GraphSaved, check_replayed
 from fusible.infer import Specs
 from fusible.plan import Plan
 
@@ -27,7 +28,7 @@ class Executable:
         self.plan = plan
         self.num_inputs = num_inputs
         self.constant = [place for place, depends in enumerate(plan.differentiable) if not depends]
-        self.trains = bool(plan.live) and any(plan.differentiable)
+        self.trains = any(plan.differentiable)
         self.forward = forward_function(plan, want_records=self.trains)
         self.wanted = [place for place, value in enumerate(plan.inputs) if value in plan.wanted]
         self.read = [plan.inputs.index(value) for value in plan.read]
@@ -37,7 +38,7 @@ class Executable:
         self._find_aliases()
 
     def _find_aliases(self) -> None:
-        """Which values may share memory, from what the ops declare."""
+        """Which values may share memory, from what ops and rules declare."""
         plan = self.plan
         group: dict[int, int] = {value: value for value in plan.inputs}
 
@@ -48,11 +49,12 @@ class Executable:
                 if root in roots:
                     group[value] = first
 
+        by_rule = {id(node) for step in plan.forward_steps if step.rule and step.rule.aliases for node in step.nodes}
         for index, node in enumerate(plan.nodes):
             ins = [value for value in (*node.ins, *plan.params[index]) if value is not None]
             for value in node.outs:
                 group.setdefault(value, value)
-            if type(node.op).aliases:
+            if type(node.op).aliases or id(node) in by_rule:
                 merge([*ins, *node.outs])
         caller = list(plan.inputs)
         self.output_peers = [
@@ -62,7 +64,9 @@ class Executable:
         ]  # fmt: skip
         self.all_fresh = not any(inputs or outputs for inputs, outputs in self.output_peers)
         self.exposed = self._exposed(group)
-        self.gradients_alias = any(type(node.op).grad_aliases for node in plan.live)
+        self.gradients_alias = any(type(node.op).grad_aliases for node in plan.live) or any(
+            step.rule and step.rule.aliases for step in plan.backward_steps
+        )
 
     def _exposed(self, group: dict[int, int]) -> list[tuple[int, list[int], list[int]]]:
         """Records that may hold a tensor of the caller's: (place, peers among the inputs, peers among the outputs).
@@ -110,13 +114,21 @@ class Executable:
         found[1] = True
         return result
 
+    def holds_tensors(self, recs: Sequence[Any]) -> bool:
+        """Whether there is anything in these records to free."""
+        return any([isinstance(v, Tensor) or type(record) is GraphSaved for record in recs for v in record])
+
     def replay(self, flat: Sequence[Tensor | None], recs: Sequence[Any]) -> tuple[Tensor, ...]:
         """The outputs again, by the ops' plain formulas."""
         plan = self.plan
         values: dict[int | None, Tensor | None] = {None: None, **dict(zip(plan.inputs, flat, strict=True))}
         kept = {id(node): record for node, record in zip(records(plan), recs, strict=True)}
         for index, node in enumerate(plan.nodes):
-            args = [values[value] for value in (*node.ins, *plan.params[index])]
-            outs = node.op.replay(kept.get(id(node)), *args)
-            values.update(zip(node.outs, outs if isinstance(outs, tuple) else (outs,), strict=True))
+            args: list[Any] = [values[value] for value in (*node.ins, *plan.params[index])]
+            saved = kept.get(id(node))
+            outs = node.op.replay(saved, *args)
+            outs = outs if isinstance(outs, tuple) else (outs,)
+            if isinstance(saved, GraphSaved):
+                check_replayed(node.op, saved, outs)
+            values.update(zip(node.outs, outs, strict=True))
         return tuple(values[value] for value in plan.outputs)  # type: ignore[misc]

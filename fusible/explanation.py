@@ -14,8 +14,10 @@ from fusible.chain import Node, Split
 from fusible.codegen import backward_function, records
 from fusible.executable import Executable
 from fusible.fuser import OperationFuser
+from fusible.infer import Specs
 from fusible.kernels.registry import record_calls
-from fusible.op import Spec
+from fusible.op import Op, Spec, view
+from fusible.ops import TWINS
 from fusible.plan import Plan, Step
 
 __all__ = ["Explanation", "explain_parts"]
@@ -60,6 +62,7 @@ class PartRow:
     backward: tuple[StepRow, ...] = ()
     kept: tuple[KeptRow, ...] = ()
     misses: tuple[MissRow, ...] = ()
+    strangers: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     source: str = ""
 
@@ -90,7 +93,8 @@ class Explanation:
         splits = [f"{part.title}: {part.reason}" for part in self.parts if part.reason]
         misses = [f"{row.direction} rule {row.rule} on {row.ops}: {reason}" for part in self.parts
                   for row in part.misses for reason in row.reasons]  # fmt: skip
-        return (*splits, *misses)
+        strangers = [f"{op}: no rule names it" for part in self.parts for op in part.strangers]
+        return (*splits, *misses, *strangers)
 
     def __str__(self) -> str:
         lines = [self.title]
@@ -105,7 +109,7 @@ class Explanation:
             parts.append(f"<h4>{html.escape(part.title)}</h4><p>{html.escape(part.reason)}</p>")
             for heading, header, rows in _tables(part):
                 parts.append(f"<h5>{html.escape(heading)}</h5>{_html_table(header, rows)}")
-            parts += [f"<p>{html.escape(note)}</p>" for note in part.notes]
+            parts += [f"<p>{html.escape(note)}</p>" for note in _all_notes(part)]
         return f"<div><h3>{html.escape(self.title)}</h3>{''.join(parts)}</div>"
 
 
@@ -114,6 +118,7 @@ Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 
 def _tables(part: PartRow) -> list[Table]:
     tables: list[Table] = []
+    table: list[tuple[str, ...]]
     steps = ("step", "ops", "rule", "kernels")
     for heading, rows in (("forward", part.forward), ("backward, last step first", part.backward)):
         if rows:
@@ -138,7 +143,12 @@ def _part_text(part: PartRow) -> list[str]:
         widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
         lines += ["", heading]
         lines += ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells]
-    return lines + ([""] if part.notes else []) + list(part.notes)
+    notes = _all_notes(part)
+    return lines + ([""] if notes else []) + notes
+
+
+def _all_notes(part: PartRow) -> list[str]:
+    return [*part.notes, *([f"no rule names: {', '.join(part.strangers)}"] if part.strangers else [])]
 
 
 def _html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -198,6 +208,11 @@ def _chain_title(fuser: OperationFuser) -> str:
 
 def _through(module: torch.nn.Module, x: Any, mode: Any) -> Any:
     """A module's output on fake tensors; `None` if that cannot be told without running it, or a hook."""
+    kind = TWINS.get(type(module), type(module))
+    if issubclass(kind, Op) and not (kind.num_extra_inputs or kind.num_extra_outputs):  # its formula, without its hooks
+        node = Node(view(kind, module), "", kind.__name__, (0,), (1,))
+        spec = Specs((node,), None).propagate({0: x})[1]
+        return spec and _fake(mode, spec).requires_grad_(torch.is_grad_enabled())
     if any(module_.__dict__[name] for module_ in module.modules() for name in _torch.MODULE_HOOKS):
         return None
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -244,6 +259,9 @@ def _explain_chain(fuser: OperationFuser, inputs: tuple, rules: Any, mode: Any) 
         backward=tuple(backward.row(step) for step in backward_steps),
         kept=kept,
         misses=tuple(_miss(direction, miss, nodes) for direction, miss, nodes in plan.misses),
+        strangers=tuple(
+            _path(node) for node in plan.nodes if plan.call_rules and not plan.call_rules.names(type(node.op))
+        ),
         notes=_notes(plan),
         source="\n".join(source),
     )
@@ -306,13 +324,15 @@ def _miss(direction: str, miss: Any, nodes: Sequence[Node]) -> MissRow:
 
 def _notes(plan: Plan) -> tuple[str, ...]:
     notes = [f"rewritten: {text}" for text in plan.rewritten]
+    if not plan.call_rules:
+        notes.append("no rules: every op runs its own fwd and bwd")
     skipped = [_path(node) for node in plan.skipped]
     if skipped:
         notes.append(f"nothing to do: {', '.join(skipped)}")
     return tuple(notes)
 
 
-def describe_input(specs: Sequence[Spec], wanted: Sequence[str]) -> str:
+def describe_input(specs: Sequence[Any], wanted: Sequence[str]) -> str:
     """The first line of an explanation."""
     extras = f", extra inputs {', '.join(show_tensor(spec) for spec in specs[1:])}" if len(specs) > 1 else ""
     return f"x {show_tensor(specs[0])} on {specs[0].device}{extras}; gradients of {', '.join(wanted) or 'nothing'}"

@@ -5,6 +5,7 @@ The only file that knows autograd. The gradient rules G1 to G8 (docs/gradient-ru
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,10 +23,12 @@ from fusible.rule import RuleSet
 
 __all__ = ["OperationFuser"]
 
-#: Plans that one fuser keeps; beyond it the oldest goes.
+#: Plans that one fuser keeps per rule set, and rule sets that it keeps plans of; beyond it the oldest goes.
 MAX_PLANS = 128
+MAX_RULE_SETS = 16
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+_NEW = object()
 
 
 class ParametersChanged(Exception):
@@ -44,7 +47,7 @@ class Fused(Function):
         ctx.places = _take_shared(executable, flat, outs, recs, shared, everything=hooks)
         ctx.save_for_backward(*[flat[place] for place in executable.read], *shared)
         ctx.executable, ctx.records = executable, recs
-        ctx.kept = bool(recs or shared or executable.read)
+        ctx.kept = bool(shared or executable.read) or executable.holds_tensors(recs)
         ctx.replayed = _replayable(flat, executable.num_inputs, shared if hooks else None)
         leaving = _leave(executable, flat, outs)
         if executable.constant:
@@ -56,7 +59,7 @@ class Fused(Function):
         executable = ctx.executable
         if not any(d is not None for d in douts):
             return (None,) * (2 + len(executable.wanted))
-        saved = ctx.saved_tensors
+        saved = ctx.saved_tensors if ctx.kept else ()
         if ctx.records is None:
             raise RuntimeError(
                 "Trying to backward through the graph of a fusible block a second time: what it kept has been freed. "
@@ -65,8 +68,8 @@ class Fused(Function):
         recs = list(ctx.records)
         params = saved[: len(executable.read)]
         _put_shared(recs, ctx.places, saved[len(params) :])
-        if torch.is_grad_enabled():
-            return None, None, *_differentiable_backward(ctx, saved[len(params) :], recs, douts)
+        if torch.is_grad_enabled() or _torch.batched_backward():
+            return None, None, *_replayed_backward(ctx, saved[len(params) :], recs, douts)
         if not _torch.keep_graph() and ctx.kept:
             ctx.records = ctx.replayed = None
         del saved
@@ -184,15 +187,18 @@ def _own_memory(grads: tuple, douts: tuple) -> tuple:
     return tuple(result)
 
 
-def _differentiable_backward(ctx: Any, shared: Sequence[Tensor], recs: list, douts: tuple) -> list[Tensor | None]:
-    """Gradients that can be differentiated again: the ops' formulas are replayed under autograd (G7)."""
+def _replayed_backward(ctx: Any, shared: Sequence[Tensor], recs: list, douts: tuple) -> Sequence[Tensor | None]:
+    """Gradients that can be differentiated again, or come in batches: the formulas are replayed under autograd (G7)."""
+    again = torch.is_grad_enabled()
     executable = ctx.executable
     plan = executable.plan
     flat = [_unchanged(entry, shared) for entry in ctx.replayed]
     state = torch.get_rng_state()
     device = plan.device.type
-    with torch.autocast(device, dtype=plan.autocast, enabled=plan.autocast is not None):
-        ins = [t.view_as(t) if place in executable.wanted else t for place, t in enumerate(flat)]
+    with torch.enable_grad(), torch.autocast(device, dtype=plan.autocast, enabled=plan.autocast is not None):
+        ins: list[Any] = [
+            t.view_as(t) if t is not None and place in executable.wanted else t for place, t in enumerate(flat)
+        ]
         outs = executable.replay(ins, recs)
     if not torch.equal(state, torch.get_rng_state()):
         torch.set_rng_state(state)
@@ -203,7 +209,9 @@ def _differentiable_backward(ctx: Any, shared: Sequence[Tensor], recs: list, dou
     pairs = [(out, d) for out, d in zip(outs, douts, strict=True) if d is not None and out.requires_grad]
     inputs = [ins[place] for place in executable.wanted]
     found, given = zip(*pairs, strict=True) if pairs else ((), ())
-    return torch.autograd.grad(found, inputs, given, create_graph=True, allow_unused=True) if pairs else [None] * len(inputs)
+    if not pairs:
+        return [None] * len(inputs)
+    return torch.autograd.grad(found, inputs, given, create_graph=again, allow_unused=True)
 
 
 def _unchanged(entry: Any, shared: Sequence[Tensor]) -> Tensor | None:
@@ -234,10 +242,20 @@ def _run(executable: Executable, flat: list, grad: bool) -> tuple[Tensor, ...]:
     return _leave(executable, flat, outs) if grad else tuple([out.detach() for out in outs])
 
 
+_Plans = dict[tuple, Executable | None]
+_lock = threading.Lock()
+
+
+def _add(cache: dict, key: Any, value: Any, most: int) -> None:
+    while len(cache) >= most:
+        del cache[next(iter(cache))]
+    cache[key] = value
+
+
 class OperationFuser:
     """Runs a chain of ops, fused by rules, as one autograd node.
 
-    Keeps one plan per kind of call: last dimension, dtype, device and `requires_grad` of each input and parameter,
+    Keeps one plan per kind of call: last dimension, dtype, device and `requires_grad` of each input, shape too of each parameter,
     `training` of each op, grad mode, autocast, forced kernel backend, rules and recipe. Rows, rank and strides are not
     part of it.
     """
@@ -250,9 +268,8 @@ class OperationFuser:
                 sources.setdefault((id(owner), name), (owner, name))
         self.sources = list(sources.values())
         self.dicts = [node.op.__dict__ for node in chain.nodes]
-        self.rules: RuleSet | None = None
-        self.plans: dict[tuple, Executable | None] = {}
-        self.by_rules: dict[RuleSet, dict[tuple, Executable | None]] = {}
+        self.by_rules: dict[RuleSet, _Plans] = {}
+        self.current: tuple[RuleSet | None, _Plans] = (None, {})  # one object, so that threads see a pair that fits
 
     def __call__(self, inputs: tuple[Tensor, ...], rules: RuleSet) -> tuple[Tensor, ...] | None:
         """The chain's outputs, the stream first; `None` if a parameter's type asks for the plain path."""
@@ -269,14 +286,14 @@ class OperationFuser:
 
     def find(self, inputs: tuple[Tensor, ...], rules: RuleSet) -> tuple[Executable | None, list, bool]:
         """The plan for this kind of call, made if it is new; with the flat list of inputs and parameters."""
-        if rules is not self.rules:
-            self.plans = self.by_rules.setdefault(rules, {})
-            self.rules = rules
+        current = self.current
+        if current[0] is not rules:
+            current = self._use(rules)
         try:
             params = [owner[name] for owner, name in self.sources]
         except KeyError:
             raise ParametersChanged from None
-        grad = torch.is_grad_enabled()
+        grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         autocast = None
         if _torch.any_autocast():
             kind = inputs[0].device.type
@@ -286,20 +303,33 @@ class OperationFuser:
             autocast,
             registry.forced(),
             *[(t.shape[-1], t.dtype, t.device, t.requires_grad) for t in inputs],
-            *[None if p is None else (p.dtype, p.device, p.requires_grad, type(p)) for p in params],
+            *[None if p is None else (p.shape, p.dtype, p.device, p.requires_grad, type(p)) for p in params],
             *[d["training"] for d in self.dicts],
         )
-        executable = self.plans.get(key, self)
-        if executable is self:
-            executable = self._plan(key, inputs, params, rules, grad, autocast)
+        executable: Any = current[1].get(key, _NEW)
+        if executable is _NEW:
+            executable = self._plan(inputs, params, rules, grad, autocast)
+            with _lock:
+                _add(current[1], key, executable, MAX_PLANS)
         return executable, [*inputs, *params], grad
 
-    def _plan(self, key: tuple, inputs: tuple, params: list, rules: RuleSet, grad: bool, autocast: Any) -> Any:
+    @property
+    def plans(self) -> _Plans:
+        """The plans of the rules used last, by their keys."""
+        return self.current[1]
+
+    def _use(self, rules: RuleSet) -> tuple[RuleSet, _Plans]:
+        with _lock:
+            plans = self.by_rules.get(rules)
+            if plans is None:
+                plans = {}
+                _add(self.by_rules, rules, plans, MAX_RULE_SETS)
+        self.current = current = (rules, plans)
+        return current
+
+    def _plan(self, inputs: tuple, params: list, rules: RuleSet, grad: bool, autocast: Any) -> Executable | None:
         executable = None
         if all(p is None or type(p) in PLAIN_TENSORS for p in params):
             call = Call(inputs, tuple(params), rules, grad, autocast, registry.forced())
             executable = Executable(make_plan(self.chain, self.sources, call), len(inputs))
-        if len(self.plans) >= MAX_PLANS:
-            del self.plans[next(iter(self.plans))]
-        self.plans[key] = executable
         return executable

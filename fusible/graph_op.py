@@ -1,44 +1,105 @@
-"""Ops that have only `reference`: run under grad on detached copies in forward, differentiated in backward."""
+"""Ops that have only `reference`: run under grad on their own in forward, differentiated in backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import Function
+from torch.autograd.graph import get_gradient_edge
 
 from fusible._torch import keep_graph
 from fusible.op import Env, Grads, Op, Out, Saved
 
-__all__ = ["GraphSaved", "graph_bwd", "graph_fwd"]
+__all__ = ["GraphSaved", "check_replayed", "graph_bwd", "graph_fwd"]
 
 
 class GraphSaved(Saved):
-    """The small graph of one op in one call: (detached inputs, outputs)."""
+    """The small graph of one op in one call: where it begins and ends, for each argument and output, and a sample.
 
-    graph: tuple
+    Beginnings and ends are edges, so that the only tensors kept are those that the formula's own nodes read.
+    """
+
+    graph: tuple[list[Any], list[Any], list[torch.Tensor]]
 
 
-def graph_fwd(op: Op, env: Env) -> Callable[..., Out]:
+class _Begin(Function):
+    """Begins a formula's graph with a node that holds no tensor, unlike a leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor, *tensors: torch.Tensor) -> Any:
+        return tuple([tensor.detach() for tensor in tensors])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise AssertionError("gradients are taken where they arrive here")
+
+
+def graph_fwd(op: Op, env: Env, label: str) -> Callable[..., Out]:
     """A `fwd` made of `reference`."""
     names = type(op).signature.gradients
     wanted = [getattr(env.needs, name) for name in names]
 
     def fwd(*tensors: torch.Tensor) -> Out:
+        versions = [_version(tensor) for tensor in tensors]
         with (
             torch.set_grad_enabled(any(wanted)),
             torch.autocast(env.device_type, dtype=env.autocast, enabled=env.autocast is not None),
         ):
-            copies = [_copy(tensor, want) for tensor, want in zip(tensors, wanted, strict=True)]
-            outs = op.reference(*copies)
+            copies = _begin(tensors, wanted)
+            try:
+                outs = op.reference(*copies)
+            except (RuntimeError, ValueError, IndexError) as error:
+                if type(error) not in (RuntimeError, ValueError, IndexError):
+                    raise
+                raise type(error)(f"{label}: {error}") from error
             outs = outs if isinstance(outs, tuple) else (outs,)
-        return Out(*[out.detach() for out in outs], saved=GraphSaved((copies, outs)))
+        for name, tensor, version in zip(names, tensors, versions, strict=True):
+            if _version(tensor) != version:
+                raise RuntimeError(
+                    f"{label}: reference changed {name} in place, which is not its own; write the formula without, "
+                    f"e.g. {name}.relu() for {name}.relu_()"
+                )
+        if not any(wanted):
+            return Out(*outs)
+        begins = [get_gradient_edge(copy) if want else None for copy, want in zip(copies, wanted, strict=True)]
+        ends = [get_gradient_edge(out) if out.requires_grad else None for out in outs]
+        return Out(*[out.detach() for out in outs], saved=GraphSaved((begins, ends, [_sample(out) for out in outs])))
 
     return fwd
 
 
-def _copy(tensor: torch.Tensor, wanted: bool) -> Any:
-    return tensor if tensor is None else tensor.detach().requires_grad_(wanted)
+def _version(tensor: torch.Tensor | None) -> int:
+    """How often a tensor was changed in place; inference tensors do not count."""
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def _begin(tensors: Sequence[torch.Tensor | None], wanted: Sequence[bool]) -> list[torch.Tensor | None]:
+    """The arguments as the formula gets them: cut off from the caller's graph, with one of their own if wanted."""
+    if not any(wanted):
+        return [tensor if tensor is None else tensor.detach() for tensor in tensors]
+    token = torch.empty(0, requires_grad=True)
+    chosen = [tensor for tensor, want in zip(tensors, wanted, strict=True) if want]
+    begun = iter(_Begin.apply(token, *chosen))
+    return [next(begun) if want else tensor if tensor is None else tensor.detach()
+            for tensor, want in zip(tensors, wanted, strict=True)]  # fmt: skip
+
+
+def _sample(out: torch.Tensor) -> torch.Tensor:
+    """A few of an output's elements, by which another run is told from this one."""
+    return out.detach().flatten()[:64].clone()
+
+
+def check_replayed(op: Op, saved: GraphSaved, outs: tuple[torch.Tensor, ...]) -> None:
+    """Raises `RuntimeError` if a formula gave other numbers the second time."""
+    for out, was in zip(outs, saved.graph[2], strict=True):
+        if not torch.allclose(_sample(out), was, equal_nan=True):
+            raise RuntimeError(
+                f"fusible: double backward through {type(op).__name__}, whose formula gave other numbers the second "
+                f"time: it drew random numbers, or something that it reads has changed. Give it a "
+                f"replay(saved, x, ...) that uses its record"
+            )
 
 
 def graph_bwd(op: Op, env: Env) -> Callable[..., Grads]:
@@ -47,20 +108,17 @@ def graph_bwd(op: Op, env: Env) -> Callable[..., Grads]:
     names = type(op).signature.gradients
 
     def bwd(saved: GraphSaved, *gradients: torch.Tensor | None) -> Grads:
-        copies, outs = saved.graph
-        pairs = zip(outs, gradients, strict=False)  # behind the outputs' gradients come the parameters
-        arriving = [(out, d) for out, d in pairs if d is not None and out.requires_grad]
-        inputs = [copy for copy in copies if copy is not None and copy.requires_grad]
+        begins, ends, _ = saved.graph
+        pairs = zip(ends, gradients, strict=False)  # behind the outputs' gradients come the parameters
+        arriving = [(end, d) for end, d in pairs if d is not None and end is not None]
+        inputs = [begin for begin in begins if begin is not None]
         found = iter(_grad(arriving, inputs) if arriving else [None] * len(inputs))
-        grads = {
-            name: next(found) if copy is not None and copy.requires_grad else None
-            for name, copy in zip(names, copies, strict=True)
-        }
+        grads = {name: None if begin is None else next(found) for name, begin in zip(names, begins, strict=True)}
         return Grads(*[grads.pop(name) for name in ("x", *extras)], **grads)
 
     return bwd
 
 
 def _grad(arriving: list, inputs: list) -> tuple:
-    outs, gradients = zip(*arriving, strict=True)
-    return torch.autograd.grad(outs, inputs, gradients, retain_graph=keep_graph(), allow_unused=True)
+    ends, gradients = zip(*arriving, strict=True)
+    return torch.autograd.grad(ends, inputs, gradients, retain_graph=keep_graph(), allow_unused=True)

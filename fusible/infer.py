@@ -32,6 +32,35 @@ class Specs:
             specs.update(zip(node.outs, outs, strict=True))
         return specs
 
+    def varying(self, inputs: Mapping[int, torch.Tensor], specs: Mapping[int, Spec | None]) -> frozenset[int]:
+        """The values whose last dimension follows from more than the inputs' last dimensions, which a plan's key holds.
+
+        Found by asking again with twice the size in each other dimension, and with one dimension more.
+        """
+        changed = [{value: Spec((2, *t.shape), t.dtype, t.device) for value, t in inputs.items()}]
+        if all(t.dim() > 1 for t in inputs.values()):
+            doubled = {value: tuple(2 * max(size, 1) for size in t.shape[:-1]) for value, t in inputs.items()}
+            changed.insert(0, {v: Spec((*doubled[v], t.shape[-1]), t.dtype, t.device) for v, t in inputs.items()})
+        widths = [self._widths(given) for given in changed]
+        return frozenset(
+            value
+            for value, spec in specs.items()
+            if spec is not None
+            and (widths[0][value] != spec.width or any(w[value] not in (None, spec.width) for w in widths))
+        )
+
+    def _widths(self, inputs: Mapping[int, Spec]) -> dict[int, int | None]:
+        """The last dimension of each value, `None` where an op does not take what it gets."""
+        specs: dict[int, Spec | None] = dict(inputs)
+        for node in self.nodes:
+            ins = [None if value is None else specs[value] for value in node.ins]
+            try:
+                outs = self._infer(node, ins)
+            except ValueError:
+                outs = [None] * len(node.outs)
+            specs.update(zip(node.outs, outs, strict=True))
+        return {value: spec and spec.width for value, spec in specs.items()}
+
     def _infer(self, node: Node, ins: Sequence[Spec | None]) -> Sequence[Spec | None]:
         unknown = [None] * len(node.outs)
         if ins[0] is None or any(spec is None for spec, value in zip(ins, node.ins, strict=True) if value is not None):
@@ -67,8 +96,8 @@ def _ask_reference(
     """Runs `reference` on fake tensors; `None` where it needs real data."""
     params = [owner[name] for owner, name in node.op.sources()]
     device = ins[0].device.type  # type: ignore[union-attr]
-    with _torch.fake_mode(), torch.no_grad(), torch.autocast(device, dtype=autocast, enabled=autocast is not None):
-        fakes = [_fake(spec) for spec in (*ins, *params)]
+    with _torch.quiet_fakes(), _torch.fake_mode(), torch.no_grad(), torch.autocast(device, dtype=autocast, enabled=autocast is not None):
+        fakes: list[Any] = [_fake(spec) for spec in (*ins, *params)]
         try:
             outs = node.op.reference(*fakes)
         except Exception:  # noqa: BLE001 - whatever a user's formula raises on fakes, the real run will tell

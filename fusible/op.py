@@ -72,10 +72,12 @@ class Saved(tuple):
             setattr(cls, name, property(itemgetter(index)))
         if cls.fields:
             cls.__new__ = _constructor(cls.fields)  # type: ignore[method-assign]
-            cls.__new__.__name__ = cls.__qualname__
+            cls.__new__.__name__ = cls.__new__.__qualname__ = cls.__qualname__  # as Python's errors call it
 
     def __new__(cls, *values: Any, **named: Any) -> Saved:
-        return tuple.__new__(cls, values)
+        if values or named:
+            raise TypeError(f"{cls.__qualname__} has no fields; annotate them in it, as in x: Tensor")
+        return tuple.__new__(cls)
 
     def __getnewargs__(self) -> tuple:
         return tuple(self)
@@ -289,6 +291,8 @@ class Op(torch.nn.Module):
         return (None,) * self.num_extra_outputs
 
     def forward(self, x: Tensor, *extras: Tensor) -> Any:
+        if isinstance(x, torch.fx.Proxy):  # a formula may look at shapes and dtypes, so an op stays one node of the graph
+            return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x, *extras), {})
         return self.reference(x, *extras, *(getattr(self, name) for name in self.signature.params))
 
 
@@ -298,7 +302,7 @@ def has_kernels(kind: type[Op]) -> bool:
 
 
 @cache
-def bwd_reads(kind: type[Op]) -> dict[str, frozenset[str] | None]:
+def bwd_reads(kind: Any) -> dict[str, frozenset[str] | None]:
     """Per parameter of `bwd`: the gradients that read it, `None` for every one."""
     if not has_kernels(kind):
         return {name: frozenset() for name in kind.signature.params}
@@ -310,11 +314,13 @@ def bwd_reads(kind: type[Op]) -> dict[str, frozenset[str] | None]:
 
 
 @cache
-def check_kind(kind: type[Op], registered: tuple[str, ...]) -> None:
+def check_kind(kind: Any, registered: tuple[str, ...]) -> None:
     """Raises `TypeError` if the signatures of an op's methods do not fit its parameters."""
     name = kind.__name__
     if kind.reference is Op.reference:
         raise TypeError(f"{name} lacks reference(self, x, ...): write its formula in plain torch")
+    if not (isinstance(kind.Saved, type) and issubclass(kind.Saved, Saved)):
+        raise TypeError(f"{name}.Saved must be a subclass of fusible.Saved, got {kind.Saved!r}")
     if (kind.fwd is Op.fwd) != (kind.bwd is Op.bwd):
         missing = "bwd" if kind.bwd is Op.bwd else "fwd"
         raise TypeError(f"{name} lacks {missing}: write both fwd and bwd, or neither and keep only reference")

@@ -73,6 +73,7 @@ class Plan:
     inputs: tuple[int, ...] = ()  # values of the inputs, then of the parameters
     outputs: tuple[int, ...] = ()
     specs: dict[int, Any] = field(default_factory=dict)
+    varying: frozenset[int] = frozenset()  # values whose last dimension differs between calls of this plan
     wanted: frozenset[int] = frozenset()  # values whose gradient is wanted
     kept: dict[int, tuple[str, ...]] = field(default_factory=dict)  # per node index: record fields kept for backward
     read: tuple[int, ...] = ()  # parameter values that backward reads
@@ -118,7 +119,9 @@ def make_plan(chain: Chain, sources: Sequence[tuple[dict, str]], call: Call) -> 
     plan = Plan(chain, call.rules, call.recipe, call.autocast, call.inputs[0].device)
     numbers = _number_params(plan, sources)
     specs = Specs(chain.nodes, call.autocast)
-    plan.specs = specs.propagate(dict(zip(chain.inputs, call.inputs, strict=True)))
+    inputs = dict(zip(chain.inputs, call.inputs, strict=True))
+    plan.specs = specs.propagate(inputs)
+    plan.varying = specs.varying(inputs, plan.specs)
     _skip(plan, numbers)
     plan.finish()
     tensors = zip(plan.inputs, (*call.inputs, *call.params), strict=True)
@@ -282,7 +285,7 @@ class _Builder:
         else:
             from fusible.graph_op import graph_bwd, graph_fwd
 
-            function = (graph_fwd if method == "fwd" else graph_bwd)(node.op, env)
+            function = graph_fwd(node.op, env, str(node)) if method == "fwd" else graph_bwd(node.op, env)
         return Step((node,), None, (node,), env, function)
 
     # -- env and records ---------------------------------------------------------------------------------------------
@@ -295,7 +298,7 @@ class _Builder:
         return Env(
             dtype=first.dtype if first else call.inputs[0].dtype,
             device=plan.device,
-            width=first.width if first else None,
+            width=first.width if first and run[0].ins[0] not in plan.varying else None,
             out_dtype=last.dtype if last else call.inputs[0].dtype,
             extras=tuple(spec.dtype if spec else call.inputs[0].dtype for spec in extras),
             needs=needs,
@@ -357,16 +360,17 @@ class _Builder:
 def params_read_by(plan: Plan, step: Step) -> list[tuple[int, int]]:
     """(value, position among the step's parameter arguments) of the parameters that a backward step reads."""
     result = []
-    position = 0
     if step.rule is None:
-        node = step.nodes[0]
-        needs = plan.needs(node)
-        readers = list(bwd_reads(type(node.op)).values())
-        for position, (value, grads) in enumerate(zip(plan.params[plan.index(node)], readers, strict=True)):
+        only = step.nodes[0]
+        needs = plan.needs(only)
+        kind: Any = type(only.op)
+        readers = list(bwd_reads(kind).values())
+        for position, (value, grads) in enumerate(zip(plan.params[plan.index(only)], readers, strict=True)):
             if grads is None or grads & needs:
                 result.append((value, position))
         return result
     readers = list(step.rule.param_reads())
+    position = 0
     for slot, node in zip(step.rule.slots, step.slots, strict=True):
         values = plan.params[plan.index(node)] if node else ()
         for offset, value in enumerate(values):
@@ -383,7 +387,8 @@ def _rewritten(step: Step) -> Node:
     op = step.rule.function(*[node and node.op for node in step.slots])
     if not isinstance(op, Op):
         raise TypeError(f"{step}: a rewrite must return an op, got {op!r}")
-    check_kind(type(op), type(op).signature.params)
+    kind: Any = type(op)
+    check_kind(kind, kind.signature.params)
     first, last = step.nodes[0].path, step.nodes[-1].path
     ins = (step.nodes[0].ins[0], *(value for node in step.nodes for value in node.ins[1:]))
     outs = (step.nodes[-1].outs[0], *(value for node in step.nodes for value in node.outs[1:]))

@@ -55,11 +55,15 @@ class Rule:
         direction: `"forward"`, `"backward"` or `"rewrite"`.
         slots: the pattern.
         forgets: the record fields, as (slot, field), that a backward rule recomputes instead of reading.
+        aliases: whether what it returns may share memory with what it gets; where this is False the fuser does not look.
     """
 
-    def __init__(self, function: Callable[..., Any], direction: str, forgets: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, function: Callable[..., Any], direction: str, forgets: tuple[str, ...] = (), aliases: bool = True
+    ) -> None:
         self.function = function
         self.direction = direction
+        self.aliases = aliases
         self.name = self.__name__ = function.__name__
         self.__qualname__ = function.__qualname__
         self.__module__ = function.__module__
@@ -150,6 +154,11 @@ def _slot(rule: Rule, name: str, hint: Any) -> Slot:
     for kind in kinds:
         if not (isinstance(kind, type) and issubclass(kind, Op)):
             raise TypeError(f"rule {rule.name}: slot {name} must be annotated with an op class, got {hint!r}")
+        if kind.expand is not Op.expand:
+            raise TypeError(
+                f"rule {rule.name}: slot {name} can never match {kind.__name__}, which stands for several ops in a chain; "
+                f"give each of them a slot (explain() shows them; Linear is BasicLinear, then Bias)"
+            )
     return Slot(name, kinds, len(kinds) < len(options))
 
 
@@ -161,18 +170,27 @@ def _field(rule: Rule, place: str) -> tuple[str, str]:
     raise TypeError(f"rule {rule.name} forgets {place!r}, but no slot of it has that field; write 'slot.field'")
 
 
-def forward(function: Callable[..., Any]) -> Rule:
-    """A rule for the forward pass: `f(*slots, /, x, *extra_inputs, *params) -> Out(y, *extra_outputs, slot=Saved(...))`."""
-    return Rule(function, FORWARD)
+def forward(function: Callable[..., Any] | None = None, *, aliases: bool = True) -> Any:
+    """A rule for the forward pass: `f(*slots, /, x, *extra_inputs, *params) -> Out(y, *extra_outputs, slot=Saved(...))`.
+
+    `aliases=False` promises that the outputs are in fresh memory, which saves the fuser a look at each call.
+    """
+    if function is not None:
+        return Rule(function, FORWARD)
+    return lambda function: Rule(function, FORWARD, aliases=aliases)
 
 
-def backward(function: Callable[..., Any] | None = None, *, forgets: tuple[str, ...] = ()) -> Any:
+def backward(
+    function: Callable[..., Any] | None = None, *, forgets: tuple[str, ...] = (), aliases: bool = True
+) -> Any:
     """A rule for the backward pass: `f(*slots, /, *records, dy, *d_extra_outputs, *params) -> Grads(dx, *d_extra_inputs,
     slot={...})`. `forgets=("slot.field",)` names record fields that it recomputes: they arrive as `None` and are not kept.
+
+    `aliases=False` promises that no gradient is a view of an incoming one or of another.
     """
     if function is not None:
         return Rule(function, BACKWARD)
-    return lambda function: Rule(function, BACKWARD, forgets)
+    return lambda function: Rule(function, BACKWARD, forgets, aliases)
 
 
 def rewrite(function: Callable[..., Any]) -> Rule:
@@ -184,7 +202,7 @@ class RuleSet(tuple):
     """An ordered set of rules; earlier ones win. A tuple with `+`, whose rules have unique names."""
 
     def __new__(cls, rules: Iterable[Rule] = ()) -> RuleSet:
-        rules = tuple(rules)
+        rules = (rules,) if isinstance(rules, Rule) else tuple(rules)
         seen: dict[str, Rule] = {}
         for rule in rules:
             if not isinstance(rule, Rule):
@@ -198,6 +216,10 @@ class RuleSet(tuple):
 
     def __radd__(self, other: Iterable[Rule]) -> RuleSet:
         return RuleSet((*other, *self))
+
+    def names(self, kind: type[Op]) -> bool:
+        """Whether a rule has a slot for this type of op."""
+        return any(kind in slot.kinds for rule in self for slot in rule.slots)
 
     def of(self, direction: str) -> list[Rule]:
         return [rule for rule in self if rule.direction == direction]
@@ -227,8 +249,8 @@ class Miss(NamedTuple):
     reasons: tuple[str, ...]
 
 
-def _lay(rule: Rule, ops: Sequence[Op], start: int) -> tuple[list[int | None], int, Slot | None]:
-    """Lays the slots over the chain from `start`: places, where it stopped, and the slot that did not fit (or `None`)."""
+def _lay(rule: Rule, ops: Sequence[Op], start: int) -> Match | None:
+    """Lays the slots over the chain from `start`, if they fit."""
     places: list[int | None] = []
     at = start
     for slot in rule.slots:
@@ -238,8 +260,8 @@ def _lay(rule: Rule, ops: Sequence[Op], start: int) -> tuple[list[int | None], i
         elif slot.optional:
             places.append(None)
         else:
-            return places, at, slot
-    return places, at, None
+            return None
+    return Match(rule, start, at, tuple(places))
 
 
 def cover(
@@ -249,24 +271,19 @@ def cover(
 
     Yields the matches, the near misses, and the index of each op that no rule took.
     """
-    known = {kind for rule in rules for slot in rule.slots for kind in slot.kinds}
     at = 0
     while at < len(ops):
         stop = at
         for rule in rules:
-            places, end, unfit = _lay(rule, ops, at)
-            if unfit is not None:
-                if places and end < len(ops) and type(ops[end]) not in known:
-                    reason = f"{type(ops[end]).__name__}, which no rule names, stands where it wants {unfit}"
-                    yield Miss(rule, at, end + 1, (reason,))
+            match = _lay(rule, ops, at)
+            if match is None:
                 continue
-            match = Match(rule, at, end, tuple(places))
             reasons = refusals(match)
             if not reasons:
                 yield match
-                stop = end
+                stop = match.stop
                 break
-            yield Miss(rule, at, end, tuple(reasons))
+            yield Miss(rule, at, match.stop, tuple(reasons))
         else:
             yield at
             stop = at + 1

@@ -91,6 +91,9 @@ class Sequential(torch.nn.Sequential):
         if _torch.seen_through() or type(x) not in PLAIN_TENSORS:
             if not isinstance(x, (Tensor, torch.fx.Proxy)):
                 raise TypeError(f"{type(self).__name__}: x must be a tensor, got {_shown(x)}")
+            if isinstance(extra_inputs, torch.fx.Proxy):  # symbolic tracing gives *args and **kwargs of its root as one each
+                extra_inputs = tuple([extra_inputs[i] for i in range(len(self._resolve().layout.positional))])
+                inputs = {name: inputs[name] for name in self._inputs}
             return self.reference(x, *extra_inputs, **inputs)
         state = self._state
         if state is None or not state.layout.watch.unchanged():
@@ -125,9 +128,7 @@ class Sequential(torch.nn.Sequential):
         """
         from fusible.explanation import Explanation, describe_input, explain_parts
 
-        state = self._state
-        if state is None or not state.layout.watch.unchanged():
-            state = self._resolve()
+        state = self._current()
         if x is None:
             x, extra_inputs, inputs = state.default_inputs()
         values = {0: x, **state.bind(x, extra_inputs, inputs)}
@@ -151,12 +152,16 @@ class Sequential(torch.nn.Sequential):
 
         Raises `ValueError` if modules that are no ops split the block.
         """
-        state = self._resolve()
+        state = self._current()
         fuser = state.parts[0]
         if len(state.parts) > 1 or isinstance(fuser, Split):
             raise ValueError(f"{type(self).__name__} is more than one chain; print(block.explain(x)) shows what splits it")
         values = {0: x, **state.bind(x, extra_inputs, inputs)}
         return fuser, tuple(values[value] for value in fuser.chain.inputs)
+
+    def _current(self) -> _State:
+        state = self._state
+        return self._resolve() if state is None or not state.layout.watch.unchanged() else state
 
     def _resolve(self) -> _State:
         self._state = _State(resolve(self, self._inputs, _opens), type(self).__name__)
@@ -208,6 +213,10 @@ def _shown(value: Any) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"{value!r} ({type(value).__name__})"
 
 
+def _count(extras: int) -> str:
+    return f"{extras} extra input" + ("" if extras == 1 else "s")
+
+
 def _opens(module: torch.nn.Module) -> bool:
     """Whether a module inside a block is opened, and its ops are fused with their neighbours."""
     if type(module) is Sequential:
@@ -234,7 +243,7 @@ class _State:
         if self.single is None or named or len(extras) != len(self.layout.positional):
             return self.run(x, self.bind(x, extras, named), rules)
         for extra in extras:
-            if type(extra) not in PLAIN_TENSORS:
+            if type(extra) not in PLAIN_TENSORS or not extra.dim():
                 return self.run(x, self.bind(x, extras, named), rules)
         return self.single((x, *extras), rules)
 
@@ -245,7 +254,7 @@ class _State:
             who = f" ({', '.join(label for _, label in positional)})" if positional else ""
             call = ", ".join(["x"] + [f"extra{i}" for i in range(len(positional))])
             raise TypeError(
-                f"{self.name} takes {len(positional)} extra inputs{who}, got {len(extras)}; call it as block({call})"
+                f"{self.name} takes {_count(len(positional))}{who}, got {len(extras)}; call it as block({call})"
             )
         for name in named:
             if name not in shared:
@@ -260,6 +269,8 @@ class _State:
         for tensor in values.values():
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"{self.name}: extra inputs must be tensors, got {_shown(tensor)}")
+            if not tensor.dim():
+                raise ValueError(f"{self.name}: extra inputs must have at least one dimension, got a scalar")
         return values
 
     def default_inputs(self) -> tuple[Tensor, tuple, dict[str, Tensor]]:
@@ -286,6 +297,10 @@ class _State:
         for part in self.parts:
             if isinstance(part, Split):
                 x = part.module(x)
+                if part is not self.parts[-1] and not (isinstance(x, Tensor) and x.dim()):
+                    got = "a scalar" if isinstance(x, Tensor) else _shown(x)
+                    what = f"{type(part.module).__name__} (op {part.path})"
+                    raise TypeError(f"{what} must return a tensor of at least one dimension for what follows it, got {got}")
                 continue
             chain = part.chain
             outs = part((x, *[values[value] for value in chain.inputs[1:]]), rules)
@@ -296,21 +311,28 @@ class _State:
         return (x, *[values[value] for value in self.layout.outputs])
 
 
+def _has_hooks(module: torch.nn.Module) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any([len(hook) for hook in hooks])
+
+
 class _Plain:
     """Walks the modules of a block and calls each as it is, channels in hand."""
 
     def __init__(self, extras: tuple, named: dict[str, Any], inputs: tuple[str, ...]) -> None:
         self.extras = list(extras)
-        self.channels = dict(named)
+        self.channels: dict[Any, Tensor] = dict(named)
         self.inputs = inputs
         self.outputs: list[tuple[Any, Tensor, bool]] = []
         self.read: set[Any] = set()
 
     def container(self, container: torch.nn.Module, x: Tensor) -> Tensor:
-        for child in container._modules.values():
-            if isinstance(child, Residual) and not child._forward_hooks and not child._forward_pre_hooks:
+        children: Any = container._modules.values()
+        for child in children:
+            open_ = isinstance(child, torch.nn.Sequential) and _opens(child) and not _has_hooks(child)
+            if open_ and isinstance(child, Residual):
                 x = x + self.container(child, x)
-            elif isinstance(child, torch.nn.Sequential) and _opens(child) and not any(child._forward_hooks):
+            elif open_:
                 x = self.container(child, x)
             elif isinstance(child, Op) and (child.num_extra_inputs or child.num_extra_outputs):
                 x = self.op(child, x)
@@ -321,7 +343,8 @@ class _Plain:
     def op(self, op: Op, x: Tensor) -> Tensor:
         extras = [self.take(name) for name in op.extra_input_names()]
         outs = op(x, *extras)
-        outs = outs if isinstance(outs, tuple) else (outs,)
+        if not isinstance(outs, tuple):
+            outs = tuple([outs[i] for i in range(1 + op.num_extra_outputs)]) if op.num_extra_outputs else (outs,)
         for name, out in zip(op.extra_output_names(), outs[1:], strict=True):
             self.channels[name] = out
             self.outputs.append((name, out, op.keep))

@@ -6,10 +6,12 @@ plain torch is in that dtype.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
-__all__ = ["compare", "require", "same"]
+__all__ = ["check_kind", "coarsest_dtype", "compare", "require", "same"]
 
 
 def require(ok: bool, text: str) -> None:
@@ -23,24 +25,46 @@ def same(a: Tensor, b: Tensor) -> bool:
     return bool(torch.equal(a.nan_to_num(), b.nan_to_num())) if a.is_floating_point() else bool(torch.equal(a, b))
 
 
-def compare(what: str, fused: Tensor | None, plain: Tensor | None, exact: Tensor | None) -> None:
-    """Raises `AssertionError` if `fused` is further from `exact`, the float64 result, than `plain` allows."""
+def coarsest_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """The floating dtype with the fewest digits; float64 where there is none."""
+    floats = {t.dtype for t in tensors if t.is_floating_point()} or {torch.float64}
+    return max(floats, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def compare(
+    what: str,
+    fused: Tensor | None,
+    plain: Tensor | None,
+    exact: Tensor | None,
+    coarsest: torch.dtype = torch.float64,
+) -> None:
+    """Raises `AssertionError` if `fused` is further from `exact`, the float64 result, than `plain` allows.
+
+    Args:
+        coarsest: of the dtypes that were calculated in, which limits a float64 result too.
+    """
     if fused is None or plain is None or exact is None:
         require(fused is None and plain is None, f"{what} is {_presence(fused)} fused, {_presence(plain)} in reference")
         return
-    require(fused.shape == plain.shape, f"{what} has shape {list(fused.shape)} fused, {list(plain.shape)} in reference")
-    require(fused.dtype == plain.dtype, f"{what} has dtype {fused.dtype} fused, {plain.dtype} in reference")
+    check_kind(what, fused, plain)
     if not fused.is_floating_point():
         require(bool(torch.equal(fused, plain)), f"{what} differs from reference")
         return
-    require(bool(torch.equal(fused.isnan(), plain.isnan())), f"{what} is NaN elsewhere than in reference")
-    error, limit = _error(fused, exact), _limit(plain, exact)
+    nan = fused.isnan()
+    require(bool(((nan == plain.isnan()) | (nan == exact.isnan())).all()), f"{what} is NaN elsewhere than in reference")
+    error, limit = _error(fused, exact), _limit(plain, exact, coarsest)
     if error > limit:
         place = _worst(fused, exact)
         raise AssertionError(
             f"{what} is off by {error:.3g} at {place}, allowed {limit:.3g} (fused {fused[place].item():.8g}, "
             f"reference {plain[place].item():.8g}, float64 {exact[place].item():.12g})"
         )
+
+
+def check_kind(what: str, fused: Tensor, plain: Tensor) -> None:
+    """Raises `AssertionError` if shape or dtype differ."""
+    require(fused.shape == plain.shape, f"{what} has shape {list(fused.shape)} fused, {list(plain.shape)} in reference")
+    require(fused.dtype == plain.dtype, f"{what} has dtype {fused.dtype} fused, {plain.dtype} in reference")
 
 
 def _presence(tensor: Tensor | None) -> str:
@@ -56,12 +80,13 @@ def _difference(got: Tensor, exact: Tensor) -> Tensor:
     return torch.where(got.double() == exact.double(), 0.0, difference).nan_to_num(0.0)
 
 
-def _limit(plain: Tensor, exact: Tensor) -> float:
+def _limit(plain: Tensor, exact: Tensor, coarsest: torch.dtype) -> float:
     finite = exact.double().abs()
     scale = finite[finite.isfinite()].max().item() if finite.isfinite().any() else 0.0
-    if plain.dtype == torch.float64:
+    dtype = coarsest if plain.dtype == torch.float64 else plain.dtype
+    if dtype == torch.float64:
         return 1e-10 * max(scale, 1e-3)
-    return 2 * max(_error(plain, exact), torch.finfo(plain.dtype).eps * scale)
+    return 2 * max(_error(plain, exact), torch.finfo(dtype).eps * scale)
 
 
 def _worst(got: Tensor, exact: Tensor) -> tuple[int, ...]:

@@ -27,13 +27,16 @@ MAY_IMPORT = {
     "plan": {"op", "rule", "chain", "infer", "graph_op"},
     "checked": {"_torch", "op", "plan"},
     "codegen": {"op", "chain", "plan", "graph_op"},
-    "executable": {"infer", "plan", "checked", "codegen"},
+    "executable": {"infer", "plan", "checked", "codegen", "graph_op"},
     "fuser": {"_torch", "rule", "chain", "plan", "executable", "kernels.registry"},
-    "explanation": {"_torch", "op", "chain", "plan", "codegen", "executable", "fuser", "kernels.registry"},
+    "explanation": {"_torch", "op", "ops", "chain", "infer", "plan", "codegen", "executable", "fuser", "kernels.registry"},
     "sequential": {"_torch", "op", "ops", "rule", "rules", "chain", "infer", "fuser", "explanation"},
     "tolerance": set(),
-    "testing": {"tolerance", "op", "rule", "rules", "codegen", "executable", "sequential"},
+    "trial": {"sequential", "tolerance"},
+    "testing": {"tolerance", "trial", "op", "rule", "rules", "codegen", "executable", "sequential"},
     "_info": {"kernels", "kernels.registry"},
+    "memory": {"kernels"},
+    "build": set(),
 }
 FREE = ("__init__", "__main__", "cli", "demo")
 

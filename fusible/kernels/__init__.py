@@ -30,6 +30,7 @@ from fusible.kernels.activation import (
     tanh,
     tanh_,
 )
+from fusible.kernels.add_norm import add_layer_norm, add_rms_norm, dlayer_norm_add, drms_norm_add
 from fusible.kernels.dropout import ddropout, dropout
 from fusible.kernels.epilogue import dgemm_x_add, gemm_add, gemm_bias, gemm_scale, gemm_scale_add
 from fusible.kernels.gated import (
@@ -53,8 +54,14 @@ from fusible.kernels.gated import (
 from fusible.kernels.linear import dgemm_weight, dgemm_x, gemm
 from fusible.kernels.norm import dl2_norm, dlayer_norm, drms_norm, l2_norm, layer_norm, rms_norm
 from fusible.kernels.registry import use
+from fusible.kernels.residual import add
 
 __all__ = [
+    "add",
+    "add_layer_norm",
+    "add_rms_norm",
+    "dlayer_norm_add",
+    "drms_norm_add",
     "clamped_swiglu",
     "dbias",
     "dclamped_swiglu",

@@ -1,8 +1,10 @@
-"""Pointwise activations, and the gradient of a bias added before one.
+"""Pointwise activations, alone and with the bias before them.
 
 Each activation `f` has three kernels: `f(x)`, `f_(x)` which writes over x and returns it (for intermediates of our own
 only), and `df(dy, record)`. The record is x, or the output y where y is enough (relu, sigmoid, tanh). All have the
 shape and dtype of x.
+
+The last kernels take the name of an activation, `act`, and GELU's `approximate`.
 """
 
 from __future__ import annotations
@@ -189,3 +191,56 @@ def dbias(dx: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     if dtype is None or dtype is dx.dtype:
         return dx.sum(rows)
     return dx.sum(rows, dtype=torch.promote_types(dx.dtype, dtype)).to(dtype)
+
+
+#: Forward, in place and backward.
+ACTIVATIONS = {
+    "gelu": (gelu, gelu_, dgelu),
+    "qgelu": (qgelu, qgelu_, dqgelu),
+    "relu": (relu, relu_, drelu),
+    "sigmoid": (sigmoid, sigmoid_, dsigmoid),
+    "silu": (silu, silu_, dsilu),
+    "srelu": (srelu, srelu_, dsrelu),
+    "tanh": (tanh, tanh_, dtanh),
+}
+
+
+def _options(act: str, approximate: str) -> tuple[str, ...]:
+    return (approximate,) if act == "gelu" else ()
+
+
+@kernel
+def bias_act(
+    x: Tensor, bias: Tensor, act: str, approximate: str = "none", keep: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """`y = act(pre)` with `pre = x + bias`. Returns (y, pre), both in x's dtype, or (y, None) unless `keep`."""
+    pre = to(x + bias, x.dtype)
+    y = ACTIVATIONS[act][0 if keep else 1].body(pre, *_options(act, approximate))
+    return y, pre if keep else None
+
+
+@kernel
+def bias_act_(
+    x: Tensor, bias: Tensor, act: str, approximate: str = "none", keep: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """`bias_act` that writes pre, or unless `keep` y, over x, an intermediate of our own."""
+    x.add_(bias)
+    y = ACTIVATIONS[act][0 if keep else 1].body(x, *_options(act, approximate))
+    return y, x if keep else None
+
+
+@kernel
+def dact_dbias(
+    dy: Tensor, record: Tensor, act: str, approximate: str = "none", dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Gradient of an activation, and its sum over the leading dimensions (`dbias`). Returns (dx, dbias)."""
+    dx = ACTIVATIONS[act][2].body(dy, record, *_options(act, approximate))
+    return dx, dbias.body(dx, dtype)
+
+
+@kernel
+def dact_recompute(dy: Tensor, x: Tensor, act: str, approximate: str = "none") -> tuple[Tensor, Tensor]:
+    """Gradient and output of an activation that keeps x (not relu, sigmoid, tanh). Returns (dx, y)."""
+    forward, _, backward = ACTIVATIONS[act]
+    options = _options(act, approximate)
+    return backward.body(dy, x, *options), forward.body(x, *options)

@@ -3,11 +3,14 @@
 With `gate_first` the gate is the first half. With `interleave=k` the two alternate in blocks of k. x: [..., 2h], y and
 dy: [..., h], all of one dtype. A new one is two kernels of one line each and, if it is no product `act(a) b`, its
 partial derivatives.
+
+The last kernels take the name of one, `act`, and after the layout its own options, in their order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +18,7 @@ from torch.nn import functional as F
 
 from fusible._torch import silu as _silu
 from fusible.kernels._dtype import to, wide
-from fusible.kernels.activation import dqgelu, dswish, qgelu
+from fusible.kernels.activation import dbias, dqgelu, dswish, qgelu
 from fusible.kernels.registry import kernel
 
 _gelu_backward = torch.ops.aten.gelu_backward.grad_input
@@ -257,3 +260,62 @@ def dsitu_glu(
 
     dtype = wide(x.dtype)
     return to(_backward(to(dy, dtype), to(x, dtype), gate_first, interleave, partials), x.dtype)
+
+
+#: Forward and backward.
+GATED = {
+    "clamped_swiglu": (clamped_swiglu, dclamped_swiglu),
+    "geglu": (geglu, dgeglu),
+    "glu": (glu, dglu),
+    "qgeglu": (qgeglu, dqgeglu),
+    "reglu": (reglu, dreglu),
+    "situ_glu": (situ_glu, dsitu_glu),
+    "sreglu": (sreglu, dsreglu),
+    "swiglu": (swiglu, dswiglu),
+}
+
+
+def _arguments(act: str, gate_first: bool, interleave: int | None, options: tuple[Any, ...]) -> tuple[Any, ...]:
+    return () if act == "glu" else (gate_first, interleave, *options)
+
+
+@kernel
+def bias_gated(
+    x: Tensor, bias: Tensor, act: str, gate_first: bool = True, interleave: int | None = None, *options: Any
+) -> tuple[Tensor, Tensor]:
+    """`y = act(pre)` with `pre = x + bias`. Returns (y, pre), both in x's dtype."""
+    pre = to(x + bias, x.dtype)
+    return GATED[act][0].body(pre, *_arguments(act, gate_first, interleave, options)), pre
+
+
+@kernel
+def bias_gated_(
+    x: Tensor, bias: Tensor, act: str, gate_first: bool = True, interleave: int | None = None, *options: Any
+) -> tuple[Tensor, Tensor]:
+    """`bias_gated` that writes pre over x, an intermediate of our own."""
+    x.add_(bias)
+    return GATED[act][0].body(x, *_arguments(act, gate_first, interleave, options)), x
+
+
+@kernel
+def dgated_dbias(
+    dy: Tensor,
+    x: Tensor,
+    act: str,
+    dtype: torch.dtype | None = None,
+    gate_first: bool = True,
+    interleave: int | None = None,
+    *options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Gradient of a gated activation, and its sum over the leading dimensions (`dbias`). Returns (dx, dbias)."""
+    dx = GATED[act][1].body(dy, x, *_arguments(act, gate_first, interleave, options))
+    return dx, dbias.body(dx, dtype)
+
+
+@kernel
+def dgated_recompute(
+    dy: Tensor, x: Tensor, act: str, gate_first: bool = True, interleave: int | None = None, *options: Any
+) -> tuple[Tensor, Tensor]:
+    """Gradient of a gated activation, and its output computed again. Returns (dx, y)."""
+    arguments = _arguments(act, gate_first, interleave, options)
+    return GATED[act][1].body(dy, x, *arguments), GATED[act][0].body(x, *arguments)

@@ -22,6 +22,8 @@ import torch
 #: Order of preference on each device; the torch body comes last everywhere.
 BACKENDS = ("cpu", "triton")
 REFERENCE = "reference"
+#: Choices that one kernel remembers.
+MAX_CHOICES = 1024
 
 Condition = Callable[[str, torch.dtype, int], bool]
 
@@ -50,17 +52,34 @@ class Kernel:
         self.body = body
         self.name = body.__name__
         self.backends: list[Backend] = []
+        self._chosen: dict[tuple, Callable[..., Any]] = {}
         self.__doc__ = body.__doc__
         self.__name__ = body.__name__
         self.__wrapped__ = body
 
-    def __call__(self, x: torch.Tensor, *args: Any, **options: Any) -> Any:
-        if not self.backends and not _recorders:
+    def __call__(self, x: Any, *args: Any, **options: Any) -> Any:
+        if _recorders:
+            return self._recorded(x, *args, **options)
+        if not self.backends:
             return self.body(x, *args, **options)
-        chosen = self.choose(x.device.type, x.dtype, x.shape[-1])
+        key = x.device.type, x.dtype, x.shape[-1], _state.forced
+        body = self._chosen.get(key)
+        if body is None:
+            body = self._choose_body(*key)
+        return body(x, *args, **options)
+
+    def _recorded(self, x: torch.Tensor, *args: Any, **options: Any) -> Any:
+        """Notes which backend would run, and runs the torch body, which takes fake tensors too."""
         if _state.calls is not None:
+            chosen = self.choose(x.device.type, x.dtype, x.shape[-1])
             _state.calls.append((self.name, chosen.name if chosen else "torch"))
-        return (chosen.body if chosen else self.body)(x, *args, **options)
+        return self.body(x, *args, **options)
+
+    def _choose_body(self, device: str, dtype: torch.dtype, width: int, forced: str | None) -> Callable[..., Any]:
+        chosen = self.choose(device, dtype, width)
+        if len(self._chosen) >= MAX_CHOICES:
+            self._chosen.clear()
+        return self._chosen.setdefault((device, dtype, width, forced), chosen.body if chosen else self.body)
 
     def choose(self, device: str, dtype: torch.dtype, width: int | None) -> Backend | None:
         """The backend that runs this kind of call, or `None` for the torch body."""
@@ -119,7 +138,8 @@ def forced() -> str | None:
 @contextmanager
 def record_calls() -> Iterator[list[tuple[str, str]]]:
     """Lists (kernel, backend) of each kernel call of this thread, while it is open."""
-    before, calls = _state.calls, []
+    before = _state.calls
+    calls: list[tuple[str, str]] = []
     _state.calls = calls
     _recorders.append(calls)
     try:

@@ -21,7 +21,6 @@ __all__ = [
     "GLU",
     "QGEGLU",
     "QGELU",
-    "TWINS",
     "AddExtraInput",
     "BasicLinear",
     "Bias",

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusible import kernels
+from fusible.kernels.dropout import dropout_mask
 from fusible.op import Grads, Op, Out, Saved, Spec, reads_for
 from fusible.ops._checks import arithmetic
 
@@ -16,9 +17,11 @@ __all__ = ["Dropout"]
 class Dropout(Op, torch.nn.Dropout):
     """`y = x mask / (1 - p)` in training, `y = x` in evaluation. `torch.nn.Dropout`, as an op; `inplace` has no effect.
 
-    An element of the mask is 1 with probability `1 - p`, drawn from torch's generator: on a CPU the same values as
-    `torch.nn.Dropout` for the same seed. `p` is read at each call. The record holds the mask (none where p is 0 or 1)
-    and the factor. y has x's dtype. Raises `ValueError` on integer or complex x.
+    An element of the mask is 1 with probability `1 - p`, drawn from torch's generator, so that `torch.manual_seed` repeats it. The
+    values are those of `torch.nn.Dropout` for the same seed only where torch's kernels run; the library's own kernels
+    draw two integers and make the mask of them, again in backward, with the same bits for any number of threads. `p` is
+    read at each call. The record holds the mask, or those integers (none where p is 0 or 1), and the factor. y has x's
+    dtype. Raises `ValueError` on integer or complex x.
 
     Source: Srivastava et al., "Dropout: A Simple Way to Prevent Neural Networks from Overfitting", 2014.
     """
@@ -47,11 +50,11 @@ class Dropout(Op, torch.nn.Dropout):
             return Grads(kernels.ddropout(dy, mask, scale))
         return Grads(dy if scale == 1 else dy * scale)
 
-    def replay(self, saved: Saved, x: Tensor) -> Tensor:  # type: ignore[override]
+    def replay(self, saved: Saved, x: Tensor) -> Tensor:
         mask, scale = saved
-        return x * scale if mask is None else x * mask * scale
+        return x * scale if mask is None else x * dropout_mask(x, mask, scale) * scale
 
-    def infer(self, x: Spec, *, autocast: torch.dtype | None = None) -> Spec:  # type: ignore[override]
+    def infer(self, x: Spec, *, autocast: torch.dtype | None = None) -> Spec:
         return arithmetic(x)
 
     def is_identity(self) -> bool:

@@ -24,6 +24,8 @@ class AddExtraInput(Op):
     num_extra_inputs = 1
     aliases = False
     grad_aliases = False
+    #: What it says of an extra input of another shape.
+    mismatch = "its extra input must have x's shape {x} but has {extra}; expand it first"
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__()
@@ -38,13 +40,11 @@ class AddExtraInput(Op):
     def bwd(self, saved: Saved, dy: Tensor) -> Grads:
         return Grads(dy, dy)
 
-    def infer(self, x: Spec, extra: Spec, *, autocast: torch.dtype | None = None) -> Spec:  # type: ignore[override]
+    def infer(self, x: Spec, extra: Spec, *, autocast: torch.dtype | None = None) -> Spec:
         arithmetic(x)
         arithmetic(extra, "its extra input")
         if extra.shape != x.shape:
-            raise ValueError(
-                f"its extra input must have x's shape {list(x.shape)} but has {list(extra.shape)}; expand it first"
-            )
+            raise ValueError(self.mismatch.format(x=list(x.shape), extra=list(extra.shape)))
         return x._replace(dtype=torch.promote_types(x.dtype, extra.dtype))
 
     def extra_input_names(self) -> tuple[Any, ...]:
@@ -79,7 +79,7 @@ class MakeExtraOutput(Op):
             return Grads(d_extra if dy is None else dy)
         return Grads(dy + d_extra)
 
-    def infer(self, x: Spec, *, autocast: torch.dtype | None = None) -> tuple[Spec, Spec]:  # type: ignore[override]
+    def infer(self, x: Spec, *, autocast: torch.dtype | None = None) -> tuple[Spec, Spec]:
         return x, x
 
     def extra_output_names(self) -> tuple[Any, ...]:

@@ -54,7 +54,7 @@ class _Gated(Op):
     def _arguments(self) -> tuple[Any, ...]:
         return self.gate_first, self.interleave, *[getattr(self, name) for name in self.options]
 
-    def infer(self, x: Spec, *, autocast: torch.dtype | None = None) -> Spec:  # type: ignore[override]
+    def infer(self, x: Spec, *, autocast: torch.dtype | None = None) -> Spec:
         return _infer(x, self.interleave)
 
     def extra_repr(self) -> str:
@@ -242,7 +242,7 @@ class GLU(Op, torch.nn.GLU):
     def declines(self) -> str | None:
         return None if self.dim == -1 else f"GLU splits dim {self.dim}; only the last, dim=-1, can be fused"
 
-    def infer(self, x: Spec, *, autocast: torch.dtype | None = None) -> Spec:  # type: ignore[override]
+    def infer(self, x: Spec, *, autocast: torch.dtype | None = None) -> Spec:
         return _infer(x, None)
 
 

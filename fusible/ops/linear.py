@@ -49,7 +49,7 @@ class Linear(Op, torch.nn.Linear):
     def reference(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _linear(x, weight, bias)
 
-    def infer(self, x: Spec, *, autocast: torch.dtype | None = None) -> Spec:  # type: ignore[override]
+    def infer(self, x: Spec, *, autocast: torch.dtype | None = None) -> Spec:
         return _infer(x, self.weight, autocast)
 
     def expand(self) -> tuple[Op, ...]:
@@ -105,7 +105,7 @@ class BasicLinear(Op):
             weight = weight.to(dy.dtype)
         return Grads(kernels.dgemm_x(dy, weight), weight=dw)
 
-    def infer(self, x: Spec, *, autocast: torch.dtype | None = None) -> Spec:  # type: ignore[override]
+    def infer(self, x: Spec, *, autocast: torch.dtype | None = None) -> Spec:
         return _infer(x, self.weight, autocast)
 
     def extra_repr(self) -> str:
@@ -149,7 +149,7 @@ class Bias(Op):
     def bwd(self, saved: Saved, dy: Tensor, bias: None = reads_for(), *, env: Env) -> Grads:
         return Grads(dy, bias=kernels.dbias(dy) if env.needs.bias else None)
 
-    def infer(self, x: Spec, *, autocast: torch.dtype | None = None) -> Spec:  # type: ignore[override]
+    def infer(self, x: Spec, *, autocast: torch.dtype | None = None) -> Spec:
         return trailing(x, self.bias.shape, "bias")
 
     def is_identity(self) -> bool:

@@ -93,7 +93,7 @@ class LayerNorm(Op, torch.nn.LayerNorm):
         )
         return Grads(dx, weight=dw, bias=db)
 
-    def infer(self, x: Spec, *, autocast: torch.dtype | None = None) -> Spec:  # type: ignore[override]
+    def infer(self, x: Spec, *, autocast: torch.dtype | None = None) -> Spec:
         return _infer(x, self.normalized_shape, self.elementwise_affine)
 
     def extra_repr(self) -> str:
@@ -133,9 +133,12 @@ class RMSNorm(Op, torch.nn.RMSNorm):
         return F.rms_norm(x.to(dtype), self.normalized_shape, gain, self.eps).to(x.dtype)
 
     def fwd(self, x: Tensor, weight: Tensor | None) -> Out:
-        eps = torch.finfo(_wide(x.dtype)).eps if self.eps is None else self.eps
-        y, rstd = kernels.rms_norm(x, weight, eps, len(self.normalized_shape), self.zero_centered_gamma)
+        y, rstd = kernels.rms_norm(x, weight, self.epsilon(x.dtype), len(self.normalized_shape), self.zero_centered_gamma)
         return Out(y, saved=RMSNorm.Saved(x, rstd))
+
+    def epsilon(self, dtype: torch.dtype) -> float:
+        """`eps`, or what stands for `None` with an x of this dtype."""
+        return torch.finfo(_wide(dtype)).eps if self.eps is None else self.eps
 
     def bwd(self, saved: Saved, dy: Tensor, weight: Tensor | None = reads_for("x"), *, env: Env) -> Grads:
         needs = env.needs
@@ -144,7 +147,7 @@ class RMSNorm(Op, torch.nn.RMSNorm):
         )
         return Grads(dx, weight=dw)
 
-    def infer(self, x: Spec, *, autocast: torch.dtype | None = None) -> Spec:  # type: ignore[override]
+    def infer(self, x: Spec, *, autocast: torch.dtype | None = None) -> Spec:
         return _infer(x, self.normalized_shape, self.elementwise_affine)
 
     def extra_repr(self) -> str:
@@ -179,7 +182,7 @@ class L2Normalization(Op):
     def bwd(self, saved: Saved, dy: Tensor) -> Grads:
         return Grads(kernels.dl2_norm(dy, saved.x, saved.inverse))
 
-    def infer(self, x: Spec, *, autocast: torch.dtype | None = None) -> Spec:  # type: ignore[override]
+    def infer(self, x: Spec, *, autocast: torch.dtype | None = None) -> Spec:
         return arithmetic(x)
 
     def extra_repr(self) -> str:

@@ -36,10 +36,10 @@ class ConstantScale(Op):
     def bwd(self, saved: Saved, dy: Tensor) -> Grads:
         return Grads(dy * saved.scale)
 
-    def replay(self, saved: Saved, x: Tensor) -> Tensor:  # type: ignore[override]
+    def replay(self, saved: Saved, x: Tensor) -> Tensor:
         return x * saved.scale
 
-    def infer(self, x: Spec, *, autocast: torch.dtype | None = None) -> Spec:  # type: ignore[override]
+    def infer(self, x: Spec, *, autocast: torch.dtype | None = None) -> Spec:
         return arithmetic(x)
 
     def extra_repr(self) -> str:

@@ -28,7 +28,7 @@ class Identity(Op, torch.nn.Identity):
     def bwd(self, saved: Saved, dy: Tensor) -> Grads:
         return Grads(dy)
 
-    def infer(self, x: Spec, *, autocast: torch.dtype | None = None) -> Spec:  # type: ignore[override]
+    def infer(self, x: Spec, *, autocast: torch.dtype | None = None) -> Spec:
         return x
 
     def is_identity(self) -> bool:
@@ -59,7 +59,7 @@ class Reshape(Op):
     def bwd(self, saved: Saved, dy: Tensor) -> Grads:
         return Grads(dy.reshape(saved.shape))
 
-    def infer(self, x: Spec, *, autocast: torch.dtype | None = None) -> Spec:  # type: ignore[override]
+    def infer(self, x: Spec, *, autocast: torch.dtype | None = None) -> Spec:
         elements = prod(x.shape)
         known = prod(size for size in self.shape if size != -1)
         if -1 not in self.shape and known != elements:

@@ -11,7 +11,7 @@ from fusible.rule import backward
 __all__ = ["bias_activation"]
 
 
-@backward
+@backward(aliases=False)
 def bias_activation(bias: Bias, act: Activation, /, bias_saved, act_saved, dy, b=reads_for(), *, env):
     """dact, and its sum over the rows as the bias's gradient."""
     dx = act.bwd(act_saved, dy).values[0]

@@ -40,7 +40,7 @@ class GatedMLP(Op):
         first, act, last = self.borrowed
         return last.reference(act.reference(first.reference(x, up)), down)
 
-    def infer(self, x: Spec, *, autocast: torch.dtype | None = None) -> Spec:  # type: ignore[override]
+    def infer(self, x: Spec, *, autocast: torch.dtype | None = None) -> Spec:
         first, act, last = self.borrowed
         return last.infer(act.infer(first.infer(x, autocast=autocast)), autocast=autocast)
 

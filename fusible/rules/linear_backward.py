@@ -14,7 +14,7 @@ def _weight_gradient(linear_saved, dy, env):
     return kernels.dgemm_weight(dy, linear_saved.x) if env.needs.linear.weight else None
 
 
-@backward
+@backward(aliases=False)
 def dlinear_add(
     out: MakeExtraOutput, linear: BasicLinear, /, out_saved, linear_saved, dy, d_extra, weight=reads_for("x"), *, env
 ):
@@ -25,7 +25,6 @@ def dlinear_add(
 
 @dlinear_add.requires
 def _(out, linear, env):
-    yield env.needs.x, "nothing before it wants a gradient"
     yield from _one_dtype(linear, env)
 
 
@@ -35,16 +34,16 @@ def _one_dtype(linear, env):
     yield same, f"x is {env.dtype}, the weight {weight} and the result {env.out_dtype}: the GEMMs need one dtype"
 
 
-@backward
+@backward(aliases=False)
 def dlinear_scale(
     linear: BasicLinear, scale: ConstantScale, /, linear_saved, scale_saved, dy, weight=reads_for("x"), *, env
 ):
     """The GEMMs scale their products; the scaled gradient is never made."""
-    dx = kernels.gemm_scale(dy, weight.t(), scale.scale) if env.needs.x else None
+    dx = kernels.gemm_scale(dy, weight.t(), scale_saved.scale) if env.needs.x else None
     dw = None
     if env.needs.linear.weight:
         x = linear_saved.x
-        dw = kernels.gemm_scale(_columns(dy), _columns(x), scale.scale)
+        dw = kernels.gemm_scale(_columns(dy), _columns(x), scale_saved.scale)
     return Grads(dx, linear={"weight": dw})
 
 

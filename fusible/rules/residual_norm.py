@@ -1,4 +1,7 @@
-"""Backward: a norm at the start of a residual branch adds the residual's gradient in place on its own fresh one."""
+"""Backward: a norm at the start of a residual branch adds the residual's gradient in place on its own fresh one.
+
+Without conditions: `MakeExtraOutput` needs a backward only if x wants its gradient, and both gradients have x's dtype.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from fusible.rule import backward
 __all__ = ["dresidual_layer_norm", "dresidual_rms_norm"]
 
 
-@backward
+@backward(aliases=False)
 def dresidual_rms_norm(
     out: MakeExtraOutput, norm: RMSNorm, /, out_saved, norm_saved, dy, d_extra, weight=reads_for("x"), *, env
 ):
@@ -22,7 +25,7 @@ def dresidual_rms_norm(
     return Grads(dx.add_(d_extra), norm={"weight": dw})
 
 
-@backward
+@backward(aliases=False)
 def dresidual_layer_norm(
     out: MakeExtraOutput, norm: LayerNorm, /, out_saved, norm_saved, dy, d_extra,
     weight=reads_for("x"), bias=reads_for(), *, env,
@@ -33,9 +36,3 @@ def dresidual_layer_norm(
         dy, *norm_saved, weight, norm.zero_centered_gamma, True, needs.weight, needs.bias, ndim
     )
     return Grads(dx.add_(d_extra), norm={"weight": dw, "bias": db})
-
-
-@dresidual_rms_norm.requires
-@dresidual_layer_norm.requires
-def _(out, norm, env):
-    yield env.needs.x, "nothing before it wants a gradient"

@@ -1,0 +1,243 @@
+"""The table of ops: one row per op and set of options. A row makes its op join every test of `test_ops.py`.
+
+    Row(ops.Scale, 6, formula=lambda op, x: x * op.g, errors={(3, 5): "g has 6 elements but x's last dimension is 5"})
+
+A row has the op and its arguments; the shape of x that it takes, of which the trailing dimensions are the op's own and
+the leading ones vary; the formula, for an op without a `torch.nn` twin, in elementary torch and independent of fusible;
+and the errors of shapes that do not fit, by text. An argument that is a function is called: it makes a module.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fusible
+from fusible import ops
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+INTEGER = "must have a floating dtype, got torch.int64; convert it first"
+COMPLEX = "must have a floating dtype, got torch.complex64; convert it first"
+
+
+class Row:
+    """One op with one set of options.
+
+    Attributes:
+        x: the shape of x.
+        own: how many of its trailing dimensions belong to the op.
+        formula: `f(op, x, *extra_inputs)`, the truth of an op that has no twin.
+        errors: the text that a shape of x raises.
+        training: False for an op in evaluation.
+        any_dtype: whether x may be an integer.
+    """
+
+    def __init__(
+        self,
+        kind: type,
+        *args: Any,
+        x: tuple[int, ...] = (3, 6),
+        own: int = 1,
+        formula: Callable[..., Any] | None = None,
+        errors: Mapping[tuple[int, ...], str] | None = None,
+        training: bool = True,
+        any_dtype: bool = False,
+        **options: Any,
+    ) -> None:
+        self.kind, self.args, self.options = kind, args, options
+        self.x, self.own, self.formula, self.errors = x, own, formula, dict(errors or {})
+        self.training, self.any_dtype = training, any_dtype
+
+    @property
+    def twin(self) -> type[torch.nn.Module] | None:
+        """The `torch.nn` class that this op is, options of its own aside."""
+        twins = {op: twin for twin, op in ops.TWINS.items()}
+        return None if self.formula else twins.get(self.kind)
+
+    @property
+    def num_extras(self) -> int:
+        return self.kind.num_extra_inputs if issubclass(self.kind, fusible.Op) else 0
+
+    def construct(self, kind: type) -> Any:
+        """`kind` with this row's arguments, in this row's mode."""
+        args = [arg() if isinstance(arg, FunctionType) else arg for arg in self.args]
+        return kind(*args, **self.options).train(self.training)
+
+    def op(self, dtype: torch.dtype = torch.float64) -> Any:
+        """The op, with parameters that are neither zero nor one."""
+        torch.manual_seed(1)
+        op = self.construct(self.kind).to(dtype)
+        for parameter in op.parameters():
+            torch.nn.init.normal_(parameter, 0.3, 0.5)
+        return op
+
+    def block(self, dtype: torch.dtype = torch.float64, **options: Any) -> fusible.Sequential:
+        op = self.op(dtype)
+        names = op.extra_input_names() if isinstance(op, fusible.Op) else ()
+        return fusible.Sequential(op, inputs=[name for name in names if name is not None], **options)
+
+    def inputs(self, dtype: torch.dtype = torch.float64, leading: tuple[int, ...] | None = None) -> list[Tensor]:
+        """x and the extra inputs, with other leading dimensions if given."""
+        shape = self.x if leading is None else (*leading, *self.x[len(self.x) - self.own :])
+        generator = torch.Generator().manual_seed(2)
+        count = 1 + self.num_extras
+        return [(torch.randn(shape, generator=generator, dtype=torch.float64) * 1.5).to(dtype) for _ in range(count)]
+
+    def named(self, tensors: list[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Inputs as a call takes them: by position, and the ones that have a name by keyword."""
+        op = self.op()
+        names = [n for n in op.extra_input_names() if n] if isinstance(op, fusible.Op) else []
+        first = len(tensors) - len(names)
+        return tensors[:first], dict(zip(names, tensors[first:], strict=True))
+
+    def __str__(self) -> str:
+        args = [arg()._get_name() if isinstance(arg, FunctionType) else str(arg) for arg in self.args]
+        options = [f"{name}={value}" for name, value in self.options.items()]
+        mode = "" if self.training else " eval"
+        return f"{self.kind.__name__}({', '.join([*args, *options])}){mode}".replace(" ", "")
+
+
+# -- formulas ----------------------------------------------------------------------------------------------------------
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    if approximate == "tanh":
+        return x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    return x / 2 * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    return torch.where(x > 0, x, 0) ** 2
+
+
+def gated(formula: Callable[[Any, Tensor, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    """A formula of the two halves of x, picked out by index."""
+
+    def of(op: Any, x: Tensor) -> Tensor:
+        width = x.shape[-1]
+        odd = torch.arange(width) // (op.interleave or width // 2) % 2 == 1
+        halves = (x[..., ~odd], x[..., odd])
+        return formula(op, *(halves if op.gate_first else halves[::-1]))
+
+    return of
+
+
+def clamped(op: Any, a: Tensor, b: Tensor) -> Tensor:
+    a = torch.where(a > op.limit, op.limit, a)
+    b = torch.where(b > op.limit, op.limit, torch.where(b < -op.limit, -op.limit, b))
+    return a * sigmoid(op.alpha * a) * (b + op.offset)
+
+
+def situ(op: Any, a: Tensor, b: Tensor) -> Tensor:
+    return op.beta1 * torch.tanh(a / op.beta1) * sigmoid(a) * op.beta2 * torch.tanh(b / op.beta2)
+
+
+def layer_norm(op: Any, x: Tensor) -> Tensor:
+    dims = tuple(range(-len(op.normalized_shape), 0))
+    centred = x - x.mean(dims, keepdim=True)
+    scaled = centred / torch.sqrt((centred**2).mean(dims, keepdim=True) + op.eps)
+    return scaled * (1 + op.weight) + (0 if op.bias is None else op.bias)
+
+
+def rms_norm(op: Any, x: Tensor) -> Tensor:
+    dims = tuple(range(-len(op.normalized_shape), 0))
+    return x / torch.sqrt((x**2).mean(dims, keepdim=True) + op.eps) * (1 + op.weight)
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def _errors(text: str, width: int = 5) -> dict[tuple[int, ...], str]:
+    """`text` for a wrong last dimension, in rank 1 and 2."""
+    return {shape: text + f" (x: {list(shape)})" for shape in ((width,), (8, width))}
+
+
+FEATURES = _errors("weight takes 6 features but x's last dimension is 5")
+WEIGHT = _errors("weight has 6 elements but x's last dimension is 5")
+HALVES = _errors("x's last dimension must be even, two halves, but is 5")
+BLOCKS = _errors("x's last dimension must be a multiple of 4, two blocks of interleave=2, but is 6", 6)
+
+
+def _gated(kind: type, formula: Callable[..., Tensor], *args: Any, **options: Any) -> list[Row]:
+    """A gated op in its four layouts."""
+    formula = gated(formula)
+    return [
+        Row(kind, *args, formula=formula, errors=HALVES, **options),
+        Row(kind, *args, formula=formula, gate_first=False, **options),
+        Row(kind, *args, formula=formula, x=(3, 8), interleave=2, errors=BLOCKS, **options),
+        Row(kind, *args, formula=formula, x=(3, 6), interleave=1, gate_first=False, **options),
+    ]
+
+
+ROWS = [
+    Row(ops.Linear, 6, 4, errors=FEATURES),
+    Row(ops.Linear, 6, 5, bias=False, errors=FEATURES),
+    Row(ops.Linear, 1, 1, x=(3, 1)),
+    Row(ops.BasicLinear, 6, 4, formula=lambda op, x: x @ op.weight.T, errors=FEATURES),
+    Row(ops.Bias, 6, formula=lambda op, x: x + op.bias, errors=_errors("bias has 6 elements but x's last dimension is 5")),
+    Row(ops.LayerNorm, 6, errors=WEIGHT),
+    Row(ops.LayerNorm, 6, eps=0.1, bias=False),
+    Row(ops.LayerNorm, 6, elementwise_affine=False, errors=_errors("normalized_shape has 6 elements but x's last dimension is 5")),
+    Row(ops.LayerNorm, (2, 3), x=(4, 2, 3), own=2,
+        errors={(4, 3, 2): "weight has shape [2, 3] but x's last dimensions are [3, 2] (x: [4, 3, 2])"}),
+    Row(ops.LayerNorm, 7, x=(3, 7), zero_centered_gamma=True, formula=layer_norm),
+    Row(ops.LayerNorm, 7, x=(3, 7), bias=False, zero_centered_gamma=True, formula=layer_norm),
+    Row(ops.RMSNorm, 6, errors=WEIGHT),
+    Row(ops.RMSNorm, 6, eps=0.1),
+    Row(ops.RMSNorm, 6, elementwise_affine=False),
+    Row(ops.RMSNorm, (2, 3), x=(4, 2, 3), own=2,
+        errors={(3,): "weight has shape [2, 3] but x's last dimensions are [3] (x: [3])"}),
+    Row(ops.RMSNorm, 7, eps=1e-3, x=(3, 7), zero_centered_gamma=True, formula=rms_norm),
+    Row(ops.L2Normalization, formula=lambda op, x: x / torch.sqrt((x**2).sum(-1, keepdim=True) + 1e-6)),
+    Row(ops.L2Normalization, eps=0.1, x=(3, 1), formula=lambda op, x: x / torch.sqrt((x**2).sum(-1, keepdim=True) + 0.1)),
+    Row(ops.GELU),
+    Row(ops.GELU, approximate="tanh"),
+    Row(ops.QGELU, formula=lambda op, x: x * sigmoid(1.702 * x)),
+    Row(ops.ReLU),
+    Row(ops.ReLU, inplace=True),
+    Row(ops.SReLU, formula=lambda op, x: squared_relu(x)),
+    Row(ops.SiLU),
+    Row(ops.SiLU, inplace=True),
+    Row(ops.Sigmoid),
+    Row(ops.Tanh),
+    Row(ops.GLU, errors=HALVES),
+    *_gated(ops.SwiGLU, lambda op, a, b: a * sigmoid(a) * b),
+    *_gated(ops.GEGLU, lambda op, a, b: gelu(a) * b),
+    *_gated(ops.GEGLU, lambda op, a, b: gelu(a, "tanh") * b, approximate="tanh"),
+    *_gated(ops.QGEGLU, lambda op, a, b: a * sigmoid(1.702 * a) * b),
+    *_gated(ops.ReGLU, lambda op, a, b: torch.where(a > 0, a, 0) * b),
+    *_gated(ops.SReGLU, lambda op, a, b: squared_relu(a) * b),
+    *_gated(ops.ClampedSwiGLU, clamped, 0.7, 1.5, offset=0.5),
+    Row(ops.ClampedSwiGLU, formula=gated(clamped)),
+    *_gated(ops.SiTUGLU, situ),
+    Row(ops.SiTUGLU, beta1=0.5, beta2=2.0, formula=gated(situ)),
+    Row(ops.Dropout, 0),
+    Row(ops.Dropout),
+    Row(ops.Dropout, 0.25, inplace=True),
+    Row(ops.Dropout, 1),
+    Row(ops.Dropout, training=False, any_dtype=True),
+    Row(ops.ConstantScale, 0.3, formula=lambda op, x: 0.3 * x),
+    Row(ops.ConstantScale, 0, formula=lambda op, x: 0 * x),
+    Row(ops.Identity, any_dtype=True),
+    Row(ops.Reshape, (-1, 3), any_dtype=True, formula=lambda op, x: x.reshape(-1, 3),
+        errors={(2, 5): "shape [-1, 3] holds multiples of 3 elements but x has 10 (x: [2, 5])"}),
+    Row(ops.Reshape, (-1,), any_dtype=True, formula=lambda op, x: x.flatten()),
+    Row(ops.AddExtraInput, formula=lambda op, x, extra: x + extra),
+    Row(ops.AddExtraInput, "r", formula=lambda op, x, extra: x + extra),
+    Row(ops.MakeExtraOutput, any_dtype=True, formula=lambda op, x: (x, x)),
+    Row(ops.MakeExtraOutput, "r", keep=True, any_dtype=True, formula=lambda op, x: (x, x)),
+    Row(ops.Residual, lambda: ops.Linear(6, 6), lambda: ops.Tanh(),
+        formula=lambda op, x: x + torch.tanh(x @ op[0].weight.T + op[0].bias)),
+    Row(ops.Residual, lambda: ops.Residual(ops.Sigmoid()), lambda: ops.Dropout(0.5).eval(), training=False,
+        formula=lambda op, x: x + x + sigmoid(x)),
+    Row(ops.Residual, formula=lambda op, x: x + x),
+]  # fmt: skip
