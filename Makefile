@@ -8,10 +8,11 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test check format clean
+.PHONY: help demo bench test check format clean
 
 help:
 	@echo "make demo     train a small language model twice, with torch.nn and with fusible (ARGS='--steps 100')"
+	@echo "make bench    time blocks against eager and compiled PyTorch (ARGS='rmsnorm --plot bench.png')"
 	@echo "make test     the whole test suite (ARGS='-k norm')"
 	@echo "make check    format, lint, types, structure and quick tests"
 	@echo "make format   write the format that 'make check' asks for"
@@ -29,6 +30,9 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)
 	@$(BIN)/python -m fusible demo $(ARGS)
+
+bench: $(READY)
+	@$(BIN)/python -m fusible bench $(ARGS)
 
 test: $(READY)
 	@$(BIN)/python -m pytest -n 2 $(ARGS)

@@ -89,14 +89,15 @@ class Watch:
 
     def container(self, module: torch.nn.Module, outermost: bool) -> None:
         self.containers.append((module._modules, list(module._modules.values())))
-        self.hooks += [] if outermost else _hooks(module)  # the block's own hooks see it run
+        if not outermost:  # the block's own hooks see it run, and so does a forward of its own
+            self.module(module)
 
     def module(self, module: torch.nn.Module) -> None:
         self.modules.append(module)
         self.hooks += _hooks(module)
 
     def close(self) -> None:
-        self._watched = [(m, type(m), m.__dict__, m._parameters) for m in self.modules]
+        self._watched = [(m, type(m), m.__dict__, m._parameters, "forward" in m.__dict__) for m in self.modules]
 
     def unchanged(self) -> bool:
         """Whether the layout still holds."""
@@ -105,8 +106,10 @@ class Watch:
                 return False
         if any(self.hooks) or any(_torch.GLOBAL_MODULE_HOOKS) is not self.global_hooks:
             return False
-        for module, kind, attributes, parameters in self._watched:
-            if type(module) is not kind or "forward" in attributes or attributes["_parameters"] is not parameters:
+        for module, kind, attributes, parameters, replaced in self._watched:
+            if type(module) is not kind or attributes["_parameters"] is not parameters:
+                return False
+            if ("forward" in attributes) is not replaced:
                 return False
         return not self.hooked or all(any(_hooks(module)) for module in self.hooked)
 
@@ -132,7 +135,7 @@ def flatten(
         if reason:
             watch.hooked += [child] if any(_hooks(child)) else []
             yield Split(child, path, reason)
-        elif type(child) is Residual:
+        elif type(child) is Residual and "forward" not in child.__dict__:
             channel, label = _Private(path), _label(child, path)
             yield _Item(_residual_op(MakeExtraOutput, channel), path, label)
             yield from flatten(child, is_block, watch, path + ".")
@@ -174,12 +177,12 @@ def _ops(module: torch.nn.Module, path: str) -> Iterator[_Item | Split]:
 def _no_op(module: torch.nn.Module, op: Op | None) -> str | None:
     """Why a module cannot be part of a chain, or `None`."""
     name = type(module).__name__
+    if "forward" in module.__dict__:
+        return f"forward was replaced on this {name}"
     if isinstance(module, torch.nn.Sequential):
         return f"{name} is a container of its own kind or with rules of its own; it runs as a block of its own"
     if op is None:
         return f"{name} is not an op of fusible"
-    if "forward" in module.__dict__:
-        return f"forward was replaced on this {name}"
     if module._modules:
         return f"{name} holds other modules ({', '.join(module._modules)})"
     registered = tuple(module._parameters)
@@ -243,9 +246,7 @@ class _Numbering:
         return tuple(value for value, name, keep in self.outputs if name is None or keep or name not in self.read)
 
 
-def resolve(
-    container: torch.nn.Module, inputs: Sequence[str], is_block: Callable[[torch.nn.Module], bool]
-) -> Layout:
+def resolve(container: torch.nn.Module, inputs: Sequence[str], is_block: Callable[[torch.nn.Module], bool]) -> Layout:
     """Resolves a container. Raises `ValueError` on channel names that do not work out, `TypeError` on broken ops."""
     watch = Watch()
     items = list(flatten(container, is_block, watch))

@@ -46,7 +46,9 @@ def _check_values(step: Step, plan: Plan, made: list[int], values: tuple) -> Non
         )
     for value, tensor in zip(made, values, strict=True):
         spec = plan.specs.get(value)
-        if spec is None or (tensor.dtype == spec.dtype and (value in plan.varying or tensor.shape[-1:] == spec.shape[-1:])):
+        if spec is None or (
+            tensor.dtype == spec.dtype and (value in plan.varying or tensor.shape[-1:] == spec.shape[-1:])
+        ):
             continue
         node = next(node for node in step.nodes if value in node.outs)
         source = "reference gives" if type(node.op).infer is Op.infer else "infer says"
@@ -80,15 +82,22 @@ def _check_record(step: Step, name: str, node: Any, record: Any, args: tuple) ->
 
 
 def check_memory(
-    plan: Plan, exposed: Sequence[tuple[int, Sequence[int], Sequence[int]]], inputs: Sequence[Any], outs: tuple, recs: list
+    plan: Plan,
+    exposed: Sequence[tuple[int, Sequence[int], Sequence[int]]],
+    inputs: Sequence[Any],
+    outs: tuple,
+    recs: list,
 ) -> None:
-    """Raises `TypeError` if a record shares memory with a tensor of the caller's that its op neither takes nor makes."""
+    """Raises `TypeError` if a record shares memory with a tensor of the caller's that its op neither takes nor
+    makes."""
     known = {place: (took, made) for place, took, made in exposed}
     nodes = [node for node in plan.nodes if plan.kept.get(plan.index(node))]
     for place, record in enumerate(recs):
         took, made = known.get(place, ((), ()))
-        peers = [t for at, t in enumerate(inputs) if at not in took] + [t for at, t in enumerate(outs) if at not in made]
-        for field, value in zip(type(record).fields, record, strict=True):
+        peers = [t for at, t in enumerate(inputs) if at not in took] + [
+            t for at, t in enumerate(outs) if at not in made
+        ]
+        for field, value in zip(type(record).fields, record, strict=False):  # behind a graph come its tensors
             if isinstance(value, torch.Tensor) and any(shares_memory(value, peer) for peer in peers):
                 raise TypeError(
                     f"{nodes[place]}: its record's {field} shares memory with an input or output of the block that it "

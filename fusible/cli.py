@@ -1,4 +1,4 @@
-"""The commands: `python -m fusible info` and `python -m fusible demo`. Needs the extra `cli`."""
+"""The commands: `python -m fusible info`, `demo` and `bench`. Needs the extra `cli`."""
 
 from __future__ import annotations
 
@@ -75,3 +75,34 @@ def demo(
     except WorkerError as error:
         code = _fail(str(error), 1)
     raise typer.Exit(code)
+
+
+@app.command(epilog="Example: python -m fusible bench rmsnorm 'mlp-*' --json bench.json --plot bench.png")
+def bench(
+    rows: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Rows: a kind (rmsnorm), a group (large, small, mlps, half) or a pattern of names.", show_default=False
+        ),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the results here.", show_default=False)
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw a chart: .png, .svg, .pdf.", show_default=False)] = None,
+    rounds: Annotated[int, typer.Option(help="Quiet rounds per row, at most.")] = 10,
+    threads: Annotated[
+        int | None, typer.Option(help="Threads; torch decides if not given.", show_default=False)
+    ] = None,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Measure torch.compile too.")] = True,
+    sweep: Annotated[bool, typer.Option(help="Many sizes against eager only, instead of the table.")] = False,
+    check: Annotated[bool, typer.Option(help="Exit with 1 if a row misses its target.")] = False,
+) -> None:
+    """Time blocks against plain PyTorch: eager, eager with a tuned malloc, and torch.compile.
+
+    Each result is checked before it is timed. Run it on a quiet machine; rounds in which it is not are left out, and
+    counted. Ctrl-C ends it early and shows what was measured so far.
+    """
+    from fusible.bench.main import Options, run_bench
+
+    options = Options(tuple(rows or ()), json_file, plot, rounds, threads, compiled, sweep, check)
+    raise typer.Exit(run_bench(options, Console()))

@@ -32,6 +32,7 @@ class Executable:
         self.forward = forward_function(plan, want_records=self.trains)
         self.wanted = [place for place, value in enumerate(plan.inputs) if value in plan.wanted]
         self.read = [plan.inputs.index(value) for value in plan.read]
+        self.fixed = [(node.op, name) for node in plan.nodes for name in type(node.op).fixed]
         self.shapes: set[tuple] = set()
         self.checked = False
         self.backwards: dict[tuple[bool, ...], list] = {}
@@ -114,9 +115,13 @@ class Executable:
         found[1] = True
         return result
 
+    def options(self) -> list[Any]:
+        """The options that forward reads, which backward must find as they were."""
+        return [getattr(op, name) for op, name in self.fixed]
+
     def holds_tensors(self, recs: Sequence[Any]) -> bool:
         """Whether there is anything in these records to free."""
-        return any([isinstance(v, Tensor) or type(record) is GraphSaved for record in recs for v in record])
+        return any([isinstance(v, Tensor) or type(record) is GraphSaved for record in recs for v in record])  # noqa: C419 - hot
 
     def replay(self, flat: Sequence[Tensor | None], recs: Sequence[Any]) -> tuple[Tensor, ...]:
         """The outputs again, by the ops' plain formulas."""

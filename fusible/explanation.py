@@ -16,7 +16,7 @@ from fusible.executable import Executable
 from fusible.fuser import OperationFuser
 from fusible.infer import Specs
 from fusible.kernels.registry import record_calls
-from fusible.op import Op, Spec, view
+from fusible.op import Op, view
 from fusible.ops import TWINS
 from fusible.plan import Plan, Step
 
@@ -142,7 +142,9 @@ def _part_text(part: PartRow) -> list[str]:
         cells = [header, *rows]
         widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
         lines += ["", heading]
-        lines += ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+        lines += [
+            "  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells
+        ]
     notes = _all_notes(part)
     return lines + ([""] if notes else []) + notes
 
@@ -179,6 +181,7 @@ def explain_parts(parts: Sequence[Any], inputs: dict[int, Any], rules: Any) -> t
     rows = []
     mode = _torch.fake_mode()
     values = {value: _fake(mode, tensor) for value, tensor in inputs.items()}
+    callers = frozenset(_torch.storage_id(value) for value in values.values())
     x = values[0]
     for part in parts:
         if isinstance(part, Split):
@@ -188,7 +191,7 @@ def explain_parts(parts: Sequence[Any], inputs: dict[int, Any], rules: Any) -> t
             rows.append(PartRow(_chain_title(part), "not planned: shapes behind the module before it are unknown"))
         else:
             fakes = (x, *[values[value] for value in part.chain.inputs[1:]])
-            row, outs = _explain_chain(part, fakes, rules, mode)
+            row, outs = _explain_chain(part, fakes, rules, mode, callers)
             rows.append(row)
             x = outs[0]
             values.update(zip(part.chain.outputs[1:], outs[1:], strict=True))
@@ -208,10 +211,9 @@ def _chain_title(fuser: OperationFuser) -> str:
 
 def _through(module: torch.nn.Module, x: Any, mode: Any) -> Any:
     """A module's output on fake tensors; `None` if that cannot be told without running it, or a hook."""
-    kind = TWINS.get(type(module), type(module))
-    if issubclass(kind, Op) and not (kind.num_extra_inputs or kind.num_extra_outputs):  # its formula, without its hooks
-        node = Node(view(kind, module), "", kind.__name__, (0,), (1,))
-        spec = Specs((node,), None).propagate({0: x})[1]
+    op = _hooked_op(module)
+    if op is not None:
+        spec = Specs((Node(op, "", type(op).__name__, (0,), (1,)),), None).propagate({0: x})[1]
         return spec and _fake(mode, spec).requires_grad_(torch.is_grad_enabled())
     if any(module_.__dict__[name] for module_ in module.modules() for name in _torch.MODULE_HOOKS):
         return None
@@ -220,11 +222,22 @@ def _through(module: torch.nn.Module, x: Any, mode: Any) -> Any:
         fakes = {name: _fake(mode, tensor) for name, tensor in state.items()}
         with mode:
             return torch.func.functional_call(module, fakes, (x,))
-    except Exception:  # noqa: BLE001 - whatever a module raises on fake tensors, its shapes are unknown then
+    except Exception:
         return None
 
 
-def _explain_chain(fuser: OperationFuser, inputs: tuple, rules: Any, mode: Any) -> tuple[PartRow, list[Any]]:
+def _hooked_op(module: torch.nn.Module) -> Op | None:
+    """The op that a module would be in a chain if it had no hooks, so that its formula tells what it returns."""
+    kind = TWINS.get(type(module), type(module))
+    if not issubclass(kind, Op) or "forward" in module.__dict__ or kind.num_extra_inputs or kind.num_extra_outputs:
+        return None
+    op = view(kind, module)
+    return op if op.declines() is None and all(name in owner for owner, name in op.sources()) else None
+
+
+def _explain_chain(
+    fuser: OperationFuser, inputs: tuple, rules: Any, mode: Any, callers: frozenset[int]
+) -> tuple[PartRow, list[Any]]:
     executable, flat, _ = fuser.find(inputs, rules)
     if executable is None:
         return PartRow(_chain_title(fuser), "a parameter is a tensor subclass, so the plain formulas run"), [None]
@@ -237,31 +250,34 @@ def _explain_chain(fuser: OperationFuser, inputs: tuple, rules: Any, mode: Any) 
         with mode, torch.no_grad():
             fakes = [*inputs, *[None if t is None else _fake(mode, t) for t in flat[len(inputs) :]]]
             outs, recs = executable.forward.bind(forward.watch)(*fakes)
-    except Exception:  # noqa: BLE001 - an op that cannot run on fake tensors
+    except Exception:
         outs, recs = None, None
     if executable.trains:
         function = backward_function(plan, plan.differentiable)
         backward_steps = list(function.steps.values())
         source.append(function.source)
         if outs is not None:
-            kept = tuple(_kept(plan, inputs, recs))
+            kept = tuple(_kept(plan, callers, recs))
             with mode, torch.no_grad():
                 douts = [torch.empty_like(out) if d else None for out, d in zip(outs, plan.differentiable, strict=True)]
                 try:
                     function.bind(backward.watch)(douts, recs, [fakes[place] for place in executable.read])
-                except Exception:  # noqa: BLE001 - likewise
+                except Exception:
                     backward.known = False
         else:
-            kept = tuple(KeptRow(_path(node), "", None, "it cannot run on fake tensors") for node in records(plan))
+            ran = [step for step in plan.forward_steps if id(step) in forward.calls]
+            blind = plan.forward_steps[
+                min(len(ran), len(plan.forward_steps) - 1)
+            ]  # it raised, or what it returned does
+            note = f"shapes behind {', '.join(_path(node) for node in blind.nodes)} are unknown"
+            kept = tuple(KeptRow(_path(node), "", None, note) for node in records(plan))
     row = PartRow(
         title=_chain_title(fuser),
         forward=tuple(forward.row(step) for step in plan.forward_steps),
         backward=tuple(backward.row(step) for step in backward_steps),
         kept=kept,
         misses=tuple(_miss(direction, miss, nodes) for direction, miss, nodes in plan.misses),
-        strangers=tuple(
-            _path(node) for node in plan.nodes if plan.call_rules and not plan.call_rules.names(type(node.op))
-        ),
+        strangers=_strangers(plan),
         notes=_notes(plan),
         source="\n".join(source),
     )
@@ -271,7 +287,9 @@ def _explain_chain(fuser: OperationFuser, inputs: tuple, rules: Any, mode: Any) 
 def _outputs(plan: Plan, executable: Executable, outs: Any, mode: Any) -> list[Any]:
     like = outs if outs is not None else [plan.specs.get(value) for value in plan.outputs]
     grads = [d and executable.trains for d in plan.differentiable]
-    return [None if out is None else _fake(mode, out).requires_grad_(grad) for out, grad in zip(like, grads, strict=True)]
+    return [
+        None if out is None else _fake(mode, out).requires_grad_(grad) for out, grad in zip(like, grads, strict=True)
+    ]
 
 
 class _Calls:
@@ -300,9 +318,10 @@ def _path(node: Node) -> str:
     return f"{node.path} {type(node.op).__name__}"
 
 
-def _kept(plan: Plan, inputs: tuple, recs: Sequence[Any]) -> list[KeptRow]:
+def _kept(plan: Plan, callers: frozenset[int], recs: Sequence[Any]) -> list[KeptRow]:
+    """`callers`: the memory that the caller holds anyway."""
     rows = []
-    seen: dict[int, str] = {_torch.storage_id(tensor): "the caller's" for tensor in inputs}
+    seen = dict.fromkeys(callers, "the caller's")
     for node, record in zip(records(plan), recs, strict=True):
         for field, value in zip(type(record).fields, record, strict=True):
             if not isinstance(value, torch.Tensor):
@@ -320,6 +339,15 @@ def _kept(plan: Plan, inputs: tuple, recs: Sequence[Any]) -> list[KeptRow]:
 
 def _miss(direction: str, miss: Any, nodes: Sequence[Node]) -> MissRow:
     return MissRow(direction, miss.rule.name, ", ".join(_path(node) for node in nodes), miss.reasons)
+
+
+def _strangers(plan: Plan) -> tuple[str, ...]:
+    """The ops that no rule has a slot for, those aside that a rewrite made."""
+    if not plan.call_rules:
+        return ()
+    own = [id(node.op) for node in plan.chain.nodes]
+    strangers = [node for node in plan.nodes if id(node.op) in own and not plan.call_rules.names(type(node.op))]
+    return tuple(_path(node) for node in strangers)
 
 
 def _notes(plan: Plan) -> tuple[str, ...]:

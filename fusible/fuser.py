@@ -18,7 +18,8 @@ from fusible import _torch
 from fusible.chain import Chain
 from fusible.executable import Executable
 from fusible.kernels import registry
-from fusible.plan import Call, make_plan
+from fusible.plan import Call
+from fusible.planner import make_plan
 from fusible.rule import RuleSet
 
 __all__ = ["OperationFuser"]
@@ -46,7 +47,7 @@ class Fused(Function):
         shared: list[Tensor] = []
         ctx.places = _take_shared(executable, flat, outs, recs, shared, everything=hooks)
         ctx.save_for_backward(*[flat[place] for place in executable.read], *shared)
-        ctx.executable, ctx.records = executable, recs
+        ctx.executable, ctx.records, ctx.options = executable, recs, executable.options()
         ctx.kept = bool(shared or executable.read) or executable.holds_tensors(recs)
         ctx.replayed = _replayable(flat, executable.num_inputs, shared if hooks else None)
         leaving = _leave(executable, flat, outs)
@@ -65,6 +66,8 @@ class Fused(Function):
                 "Trying to backward through the graph of a fusible block a second time: what it kept has been freed. "
                 "Specify retain_graph=True if you need to backward through it twice."
             )
+        if executable.options() != ctx.options:
+            _raise_changed(executable, ctx.options)
         recs = list(ctx.records)
         params = saved[: len(executable.read)]
         _put_shared(recs, ctx.places, saved[len(params) :])
@@ -84,6 +87,15 @@ class Fused(Function):
 
 
 _apply = _torch.direct_apply(Fused)
+
+
+def _raise_changed(executable: Executable, were: Sequence[Any]) -> None:
+    for (op, name), now, was in zip(executable.fixed, executable.options(), were, strict=True):
+        if now != was:
+            raise RuntimeError(
+                f"fusible: {name} of {type(op).__name__} was {was!r} in forward and is {now!r} now, in backward, which "
+                f"needs it as it was; change it between a backward and the next forward"
+            )
 
 
 @contextmanager
@@ -130,7 +142,7 @@ def _shares_any(value: Tensor, flat: list, inputs: Sequence[int], outs: tuple, o
     for place in inputs:
         if value is flat[place] or _torch.shares_memory(value, flat[place]):
             return True
-    return any([_torch.shares_memory(value, outs[place]) for place in outputs])
+    return any([_torch.shares_memory(value, outs[place]) for place in outputs])  # noqa: C419 - hot
 
 
 def _replayable(flat: Sequence[Tensor | None], num_inputs: int, packed: list[Tensor] | None) -> list[Any]:
@@ -255,7 +267,8 @@ def _add(cache: dict, key: Any, value: Any, most: int) -> None:
 class OperationFuser:
     """Runs a chain of ops, fused by rules, as one autograd node.
 
-    Keeps one plan per kind of call: last dimension, dtype, device and `requires_grad` of each input, shape too of each parameter,
+    Keeps one plan per kind of call: last dimension, dtype, device and `requires_grad` of each input, shape too of
+    each parameter,
     `training` of each op, grad mode, autocast, forced kernel backend, rules and recipe. Rows, rank and strides are not
     part of it.
     """

@@ -3,25 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import Function
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from fusible._torch import keep_graph
+from fusible._torch import keep_graph, saved_tensor_hooks
 from fusible.op import Env, Grads, Op, Out, Saved
 
 __all__ = ["GraphSaved", "check_replayed", "graph_bwd", "graph_fwd"]
 
 
-class GraphSaved(Saved):
-    """The small graph of one op in one call: where it begins and ends, for each argument and output, and a sample.
+class Graph(NamedTuple):
+    """The small graph of one op in one call.
 
-    Beginnings and ends are edges, so that the only tensors kept are those that the formula's own nodes read.
+    Where it begins and ends are edges, so that the only tensors kept are those that the formula's own nodes read.
     """
 
-    graph: tuple[list[Any], list[Any], list[torch.Tensor]]
+    begins: list[Any]  # per argument
+    ends: list[Any]  # per output
+    samples: list[torch.Tensor]  # of the outputs
+    store: _Store | None
+
+
+class GraphSaved(Saved):
+    """A graph and, under saved-tensor hooks, the tensors that its nodes read: a record's tensors pass the hooks."""
+
+    graph: Graph
+
+    def __new__(cls, *values: Any) -> GraphSaved:
+        return tuple.__new__(cls, values)
+
+
+class _Store:
+    """Takes the tensors of a formula's graph out of it, and puts them back for its backward.
+
+    A graph of its own would unpack them in a backward pass of its own, for each of which a checkpoint computes
+    everything again.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.versions: list[int] = []
+
+    def pack(self, tensor: torch.Tensor) -> int:
+        self.tensors.append(tensor)
+        self.versions.append(_version(tensor))
+        return len(self.tensors) - 1
+
+    def unpack(self, place: int) -> torch.Tensor:
+        return self.tensors[place]
+
+    def take(self) -> list[torch.Tensor]:
+        """Raises `RuntimeError` if the formula wrote over what its own graph reads, which autograd cannot see here."""
+        tensors, self.tensors = self.tensors, []
+        if [_version(tensor) for tensor in tensors] != self.versions:
+            raise RuntimeError("a tensor needed for the gradient was modified by an inplace operation")
+        return tensors
 
 
 class _Begin(Function):
@@ -43,13 +83,16 @@ def graph_fwd(op: Op, env: Env, label: str) -> Callable[..., Out]:
 
     def fwd(*tensors: torch.Tensor) -> Out:
         versions = [_version(tensor) for tensor in tensors]
+        store = _Store() if any(wanted) and saved_tensor_hooks() else None
         with (
+            saved_tensors_hooks(store.pack, store.unpack) if store else nullcontext(),
             torch.set_grad_enabled(any(wanted)),
             torch.autocast(env.device_type, dtype=env.autocast, enabled=env.autocast is not None),
         ):
-            copies = _begin(tensors, wanted)
+            copies: list[Any] = _begin(tensors, wanted)
             try:
                 outs = op.reference(*copies)
+                kept = store.take() if store else []
             except (RuntimeError, ValueError, IndexError) as error:
                 if type(error) not in (RuntimeError, ValueError, IndexError):
                     raise
@@ -65,7 +108,8 @@ def graph_fwd(op: Op, env: Env, label: str) -> Callable[..., Out]:
             return Out(*outs)
         begins = [get_gradient_edge(copy) if want else None for copy, want in zip(copies, wanted, strict=True)]
         ends = [get_gradient_edge(out) if out.requires_grad else None for out in outs]
-        return Out(*[out.detach() for out in outs], saved=GraphSaved((begins, ends, [_sample(out) for out in outs])))
+        graph = Graph(begins, ends, [_sample(out) for out in outs], store)
+        return Out(*[out.detach() for out in outs], saved=GraphSaved(graph, *kept))
 
     return fwd
 
@@ -93,7 +137,7 @@ def _sample(out: torch.Tensor) -> torch.Tensor:
 
 def check_replayed(op: Op, saved: GraphSaved, outs: tuple[torch.Tensor, ...]) -> None:
     """Raises `RuntimeError` if a formula gave other numbers the second time."""
-    for out, was in zip(outs, saved.graph[2], strict=True):
+    for out, was in zip(outs, saved.graph.samples, strict=True):
         if not torch.allclose(_sample(out), was, equal_nan=True):
             raise RuntimeError(
                 f"fusible: double backward through {type(op).__name__}, whose formula gave other numbers the second "
@@ -108,11 +152,16 @@ def graph_bwd(op: Op, env: Env) -> Callable[..., Grads]:
     names = type(op).signature.gradients
 
     def bwd(saved: GraphSaved, *gradients: torch.Tensor | None) -> Grads:
-        begins, ends, _ = saved.graph
+        graph, *kept = saved
+        begins, ends, _, store = graph
         pairs = zip(ends, gradients, strict=False)  # behind the outputs' gradients come the parameters
         arriving = [(end, d) for end, d in pairs if d is not None and end is not None]
         inputs = [begin for begin in begins if begin is not None]
+        if store:
+            store.tensors = kept
         found = iter(_grad(arriving, inputs) if arriving else [None] * len(inputs))
+        if store and not keep_graph():
+            store.tensors = []
         grads = {name: None if begin is None else next(found) for name, begin in zip(names, begins, strict=True)}
         return Grads(*[grads.pop(name) for name in ("x", *extras)], **grads)
 

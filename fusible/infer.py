@@ -1,4 +1,5 @@
-"""Shapes, dtypes and devices of a chain's values, found without running it, and the errors of input that does not fit."""
+"""Shapes, dtypes and devices of a chain's values, found without running it, and the errors of input that does not
+fit."""
 
 from __future__ import annotations
 
@@ -96,11 +97,16 @@ def _ask_reference(
     """Runs `reference` on fake tensors; `None` where it needs real data."""
     params = [owner[name] for owner, name in node.op.sources()]
     device = ins[0].device.type  # type: ignore[union-attr]
-    with _torch.quiet_fakes(), _torch.fake_mode(), torch.no_grad(), torch.autocast(device, dtype=autocast, enabled=autocast is not None):
+    with (
+        _torch.quiet_fakes(),
+        _torch.fake_mode(),
+        torch.no_grad(),
+        torch.autocast(device, dtype=autocast, enabled=autocast is not None),
+    ):
         fakes: list[Any] = [_fake(spec) for spec in (*ins, *params)]
         try:
             outs = node.op.reference(*fakes)
-        except Exception:  # noqa: BLE001 - whatever a user's formula raises on fakes, the real run will tell
+        except Exception:
             return None
     outs = outs if isinstance(outs, tuple) else (outs,)
     if len(outs) != len(node.outs):

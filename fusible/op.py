@@ -70,7 +70,7 @@ class Saved(tuple):
         cls.readers = {name: mark.gradients if isinstance(mark, ReadsFor) else None for name, mark in declared.items()}
         for index, name in enumerate(cls.fields):
             setattr(cls, name, property(itemgetter(index)))
-        if cls.fields:
+        if cls.fields and "__new__" not in cls.__dict__:
             cls.__new__ = _constructor(cls.fields)  # type: ignore[method-assign]
             cls.__new__.__name__ = cls.__new__.__qualname__ = cls.__qualname__  # as Python's errors call it
 
@@ -237,6 +237,8 @@ class Op(torch.nn.Module):
     aliases: ClassVar[bool] = True
     #: Whether gradients may be views of incoming gradients (or one the other); handing one on as it is is no view.
     grad_aliases: ClassVar[bool] = True
+    #: Attributes that `bwd` or `replay` reads as `fwd` did, and no record holds: changed in between, backward raises.
+    fixed: ClassVar[tuple[str, ...]] = ()
     #: Whether extra outputs whose channel is read inside the block go to the caller as well.
     keep: bool = False
     Saved: ClassVar[type[Saved]] = Saved
@@ -291,7 +293,9 @@ class Op(torch.nn.Module):
         return (None,) * self.num_extra_outputs
 
     def forward(self, x: Tensor, *extras: Tensor) -> Any:
-        if isinstance(x, torch.fx.Proxy):  # a formula may look at shapes and dtypes, so an op stays one node of the graph
+        if isinstance(
+            x, torch.fx.Proxy
+        ):  # a formula may look at shapes and dtypes, so an op stays one node of the graph
             return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x, *extras), {})
         return self.reference(x, *extras, *(getattr(self, name) for name in self.signature.params))
 
@@ -329,17 +333,13 @@ def check_kind(kind: Any, registered: tuple[str, ...]) -> None:
     for parameter in registered:
         if parameter not in params:
             wanted = ", ".join(("self", "x", *extras, *registered))
-            raise TypeError(
-                f"{name}.reference({shown}) lacks its parameter {parameter}; write reference({wanted})"
-            )
+            raise TypeError(f"{name}.reference({shown}) lacks its parameter {parameter}; write reference({wanted})")
     for parameter in params:
         if parameter not in registered:
             raise TypeError(
                 f"{name}.reference({shown}) asks for {parameter}, which the op has not registered; register a "
                 f"parameter {parameter}, or set num_extra_inputs if it is an extra input"
             )
-    if params != registered:
-        raise TypeError(f"{name}.reference({shown}) has its parameters in another order than registered: {registered}")
     if has_kernels(kind):
         _check_arguments(kind, "fwd", ["x", *extras, *params])
         outputs = ["d_extra_output"] * kind.num_extra_outputs

@@ -55,7 +55,8 @@ class Rule:
         direction: `"forward"`, `"backward"` or `"rewrite"`.
         slots: the pattern.
         forgets: the record fields, as (slot, field), that a backward rule recomputes instead of reading.
-        aliases: whether what it returns may share memory with what it gets; where this is False the fuser does not look.
+        aliases: whether what it returns may share memory with what it gets; where this is False the fuser does not
+        look.
     """
 
     def __init__(
@@ -128,8 +129,10 @@ class Rule:
         wanted = sum(count for _, count in counts)
         if len(self.arguments) != wanted:
             parts = ", ".join(f"{count} {what}" if count > 1 else what for what, count in counts if count)
-            raise TypeError(f"rule {self.name} must take {wanted} arguments after the slots ({parts or 'none'}), "
-                            f"it takes {len(self.arguments)}: ({', '.join(a.name for a in self.arguments)})")  # fmt: skip
+            raise TypeError(
+                f"rule {self.name} must take {wanted} arguments after the slots ({parts or 'none'}), "
+                f"it takes {len(self.arguments)}: ({', '.join(a.name for a in self.arguments)})"
+            )
 
     def __reduce__(self) -> str:
         return self.__qualname__
@@ -156,8 +159,8 @@ def _slot(rule: Rule, name: str, hint: Any) -> Slot:
             raise TypeError(f"rule {rule.name}: slot {name} must be annotated with an op class, got {hint!r}")
         if kind.expand is not Op.expand:
             raise TypeError(
-                f"rule {rule.name}: slot {name} can never match {kind.__name__}, which stands for several ops in a chain; "
-                f"give each of them a slot (explain() shows them; Linear is BasicLinear, then Bias)"
+                f"rule {rule.name}: slot {name} can never match {kind.__name__}, which stands for several ops in a "
+                f"chain; give each of them a slot (explain() shows them; Linear is BasicLinear, then Bias)"
             )
     return Slot(name, kinds, len(kinds) < len(options))
 
@@ -171,7 +174,8 @@ def _field(rule: Rule, place: str) -> tuple[str, str]:
 
 
 def forward(function: Callable[..., Any] | None = None, *, aliases: bool = True) -> Any:
-    """A rule for the forward pass: `f(*slots, /, x, *extra_inputs, *params) -> Out(y, *extra_outputs, slot=Saved(...))`.
+    """A rule for the forward pass: `f(*slots, /, x, *extra_inputs, *params) -> Out(y, *extra_outputs,
+    slot=Saved(...))`.
 
     `aliases=False` promises that the outputs are in fresh memory, which saves the fuser a look at each call.
     """
@@ -180,11 +184,11 @@ def forward(function: Callable[..., Any] | None = None, *, aliases: bool = True)
     return lambda function: Rule(function, FORWARD, aliases=aliases)
 
 
-def backward(
-    function: Callable[..., Any] | None = None, *, forgets: tuple[str, ...] = (), aliases: bool = True
-) -> Any:
-    """A rule for the backward pass: `f(*slots, /, *records, dy, *d_extra_outputs, *params) -> Grads(dx, *d_extra_inputs,
-    slot={...})`. `forgets=("slot.field",)` names record fields that it recomputes: they arrive as `None` and are not kept.
+def backward(function: Callable[..., Any] | None = None, *, forgets: tuple[str, ...] = (), aliases: bool = True) -> Any:
+    """A rule for the backward pass: `f(*slots, /, *records, dy, *d_extra_outputs, *params) -> Grads(dx,
+    *d_extra_inputs,
+    slot={...})`. `forgets=("slot.field",)` names record fields that it recomputes: they arrive as `None` and are not
+    kept.
 
     `aliases=False` promises that no gradient is a view of an incoming one or of another.
     """

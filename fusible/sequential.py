@@ -91,7 +91,9 @@ class Sequential(torch.nn.Sequential):
         if _torch.seen_through() or type(x) not in PLAIN_TENSORS:
             if not isinstance(x, (Tensor, torch.fx.Proxy)):
                 raise TypeError(f"{type(self).__name__}: x must be a tensor, got {_shown(x)}")
-            if isinstance(extra_inputs, torch.fx.Proxy):  # symbolic tracing gives *args and **kwargs of its root as one each
+            if isinstance(
+                extra_inputs, torch.fx.Proxy
+            ):  # symbolic tracing gives *args and **kwargs of its root as one each
                 extra_inputs = tuple([extra_inputs[i] for i in range(len(self._resolve().layout.positional))])
                 inputs = {name: inputs[name] for name in self._inputs}
             return self.reference(x, *extra_inputs, **inputs)
@@ -134,12 +136,15 @@ class Sequential(torch.nn.Sequential):
         values = {0: x, **state.bind(x, extra_inputs, inputs)}
         rules = self.rules if _in_use.rules is None else _in_use.rules
         parts = explain_parts(state.parts, values, rules)
-        wanted = ["x"] if x.requires_grad else []
-        trained = sum(p.requires_grad for p in self.parameters())
-        wanted += [f"{trained} parameters"] if trained else []
+        grad = torch.is_grad_enabled()
+        wanted = ["x"] if x.requires_grad and grad else []
+        trained = sum(p.requires_grad for p in self.parameters()) if grad else 0
+        wanted += [f"{trained} parameter" + ("" if trained == 1 else "s")] if trained else []
         title = f"{type(self).__name__} on {describe_input(list(values.values()), wanted)}"
-        if not torch.is_grad_enabled():
+        if not grad:
             title += " (grad mode is off)"
+        if torch.is_autocast_enabled(x.device.type):
+            title += f" (autocast to {str(torch.get_autocast_dtype(x.device.type)).removeprefix('torch.')})"
         explanation = Explanation(title, parts)
         if strict and explanation.unfused:
             raise RuntimeError(f"{type(self).__name__} is not fully fused: " + "; ".join(explanation.unfused))
@@ -155,7 +160,9 @@ class Sequential(torch.nn.Sequential):
         state = self._current()
         fuser = state.parts[0]
         if len(state.parts) > 1 or isinstance(fuser, Split):
-            raise ValueError(f"{type(self).__name__} is more than one chain; print(block.explain(x)) shows what splits it")
+            raise ValueError(
+                f"{type(self).__name__} is more than one chain; print(block.explain(x)) shows what splits it"
+            )
         values = {0: x, **state.bind(x, extra_inputs, inputs)}
         return fuser, tuple(values[value] for value in fuser.chain.inputs)
 
@@ -282,7 +289,7 @@ class _State:
         widths = [p.shape[-1] for p in parameters if p is not None]
         for width in [factor * width for width in widths[:1] for factor in (1, 2)]:
             x = torch.empty(1, width, dtype=like.dtype, device=like.device).requires_grad_()
-            extras = {value: x for value in chain.chain.inputs[1:]} if isinstance(chain, OperationFuser) else {}
+            extras = dict.fromkeys(chain.chain.inputs[1:], x) if isinstance(chain, OperationFuser) else {}
             try:
                 Specs(nodes, None).propagate({0: x, **extras})
             except ValueError:
@@ -300,7 +307,9 @@ class _State:
                 if part is not self.parts[-1] and not (isinstance(x, Tensor) and x.dim()):
                     got = "a scalar" if isinstance(x, Tensor) else _shown(x)
                     what = f"{type(part.module).__name__} (op {part.path})"
-                    raise TypeError(f"{what} must return a tensor of at least one dimension for what follows it, got {got}")
+                    raise TypeError(
+                        f"{what} must return a tensor of at least one dimension for what follows it, got {got}"
+                    )
                 continue
             chain = part.chain
             outs = part((x, *[values[value] for value in chain.inputs[1:]]), rules)
@@ -313,7 +322,7 @@ class _State:
 
 def _has_hooks(module: torch.nn.Module) -> bool:
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any([len(hook) for hook in hooks])
+    return any([len(hook) for hook in hooks])  # noqa: C419 - hot
 
 
 class _Plain:

@@ -25,7 +25,7 @@ from fusible.rule import Rule, RuleSet
 from fusible.rules import NONE
 from fusible.sequential import Sequential
 from fusible.tolerance import coarsest_dtype, compare, require, same
-from fusible.trial import SEED, Trial, double, like
+from fusible.trial import Trial, double, like, seed
 
 __all__ = ["check", "check_op", "check_rule"]
 
@@ -149,7 +149,7 @@ def _gradcheck(block: Sequential, inputs: Sequence[Tensor], named: dict[str, Ten
     leaves = [*xs, *[p.detach().requires_grad_() for p in exact.parameters()]]
 
     def run(*tensors: Tensor) -> Any:
-        torch.manual_seed(SEED)
+        seed()
         params = dict(zip(names, tensors[len(xs) :], strict=True))
         keywords = dict(zip(named, tensors[len(inputs) : len(xs)], strict=True))
         return torch.func.functional_call(exact, params, tensors[: len(inputs)], keywords)
@@ -170,7 +170,7 @@ def _check_retained(case: Trial) -> None:
 
     def forward(factor: float) -> tuple[list[Tensor], list[Tensor]]:
         xs = [(t * factor).requires_grad_() if t.is_floating_point() else t for t in case.inputs]
-        torch.manual_seed(SEED)
+        seed()
         outs = case.block(*xs, **case.named)
         outs = [out for out in (outs if isinstance(outs, tuple) else (outs,)) if out.requires_grad]
         return outs, [t for t in (*xs, *case.block.parameters()) if t.requires_grad]
@@ -267,7 +267,10 @@ def _check_records(block: Sequential, rule: Rule, inputs: Sequence[Tensor], name
         for field, a, b in zip(type(record).fields, record, other, strict=True):
             what = f"rule {rule.name}: record {field} of {node}"
             if isinstance(a, Tensor) and isinstance(b, Tensor):
-                compare(what, *([t.to(coarsest) for t in (a, b)] if b.is_floating_point() else (a, b)), b.double())
+                exact = b.double()
+                if b.is_floating_point():
+                    a, b = a.to(coarsest), b.to(coarsest)
+                compare(what, a, b, exact)
             else:
                 require(type(a) is type(b), f"{what} is {a!r}, unfused {b!r}")
 
@@ -279,6 +282,6 @@ def _records(
     fuser_, values = block.single_chain(*inputs, **named)
     found, flat, _ = fuser_.find(values, rules)
     assert found is not None
-    torch.manual_seed(SEED)
+    seed()
     with torch.no_grad():
         return list(zip(records(found.plan), found.run(flat)[1], strict=True))

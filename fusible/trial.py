@@ -13,7 +13,7 @@ from torch import Tensor
 from fusible.sequential import Sequential
 from fusible.tolerance import check_kind, coarsest_dtype, compare, require, same
 
-__all__ = ["SEED", "Trial", "double", "like"]
+__all__ = ["Trial", "double", "like", "seed"]
 
 SEED = 20
 
@@ -65,7 +65,7 @@ class Trial:
             parameter.requires_grad_(leaf.requires_grad)
         real = dict(zip(self.names(), (*xs, *keywords.values(), *block.parameters()), strict=True))
         before = {name: (t._version, t.detach().clone()) for name, t in real.items()}
-        torch.manual_seed(SEED)
+        seed()
         with self.hooks():
             outs = function(*xs, **keywords)
         outs = outs if isinstance(outs, tuple) else (outs,)
@@ -164,6 +164,12 @@ def _check_shared_outputs_are_views(outs: Sequence[Tensor], inputs: dict[str, Te
 
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def seed() -> None:
+    """The same random numbers from here on. `torch.manual_seed` also queues seeds for devices that are not there:
+    slow."""
+    (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(SEED)
 
 
 def double(tensor: Tensor) -> Tensor:

@@ -8,6 +8,12 @@ import torch
 import fusible.executable
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--update-plans", action="store_true", help="write tests/plans/*.txt instead of comparing with them"
+    )
+
+
 @pytest.fixture(autouse=True)
 def strict():
     """Each run of each plan is checked, and fresh uninitialised memory holds NaN."""

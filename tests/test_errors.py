@@ -24,7 +24,8 @@ BUILT = [
      "AddExtraInput (op 0): reads 'a', which no op makes; make it earlier with MakeExtraOutput('a'), or pass it to the "
      "block with Sequential(..., inputs=('a',))"),
     (lambda: Sequential(AddExtraInput("a"), ops.GELU(), MakeExtraOutput("a")), ValueError,
-     "AddExtraInput (op 0): reads 'a' before MakeExtraOutput (op 2) makes it; an op can only read what was made earlier"),
+     "AddExtraInput (op 0): reads 'a' before MakeExtraOutput (op 2) makes it; an op can only read what was made "
+     "earlier"),
     (lambda: Sequential(MakeExtraOutput("a"), Residual(MakeExtraOutput("a")), AddExtraInput("a")), ValueError,
      "MakeExtraOutput (op 1.0): makes 'a', which MakeExtraOutput (op 0) has made; names are unique"),
     (lambda: Sequential(MakeExtraOutput("a"), AddExtraInput("a"), inputs=("a",)), ValueError,
@@ -200,7 +201,7 @@ def test_a_second_backward_raises_as_torch_does():
     x = X.clone().requires_grad_()
     y = Sequential(Linear(6, 6), ops.GELU())(x).sum()
     y.backward()
-    with pytest.raises(RuntimeError, match="backward through the graph .*a second time"):
+    with pytest.raises(RuntimeError, match=r"backward through the graph .*a second time"):
         y.backward()
 
 

@@ -13,7 +13,6 @@ from twins import CASES, RULES, close
 import fusible
 from fusible import Grads, Op, Out, ops
 
-
 # -- batches of gradients ----------------------------------------------------------------------------------------------
 
 
@@ -26,7 +25,9 @@ def test_batched_gradients(how, case, rules):
     for twin in (False, True):
         run = pair.run("leaf", set(), twin)
         leaves = leaves_of(run)
-        seeds = [torch.stack([values(5 * n + p) for n in range(4)]).view(4, *out.shape) for p, out in enumerate(run.outs)]
+        seeds = [
+            torch.stack([values(5 * n + p) for n in range(4)]).view(4, *out.shape) for p, out in enumerate(run.outs)
+        ]
 
         def pull(*seeds, run=run, leaves=leaves, **options):
             return torch.autograd.grad(run.outs, leaves, seeds, retain_graph=True, allow_unused=True, **options)
@@ -43,12 +44,14 @@ def test_batched_gradients(how, case, rules):
 def test_jacobian_and_hessian(vectorize, rules):
     block, twin = CASES["residual"].make(RULES[rules])
     x = values(0)[:2]
-    for module, found in ((block, []), (twin, [])):
-        found.append(torch.autograd.functional.jacobian(module, x, vectorize=vectorize))
-        found.append(torch.autograd.functional.hessian(lambda x, m=module: m(x).pow(3).sum(), x, vectorize=vectorize))
-        if module is twin:
-            same(first, found)
-        first = found
+    found = [
+        [
+            torch.autograd.functional.jacobian(module, x, vectorize=vectorize),
+            torch.autograd.functional.hessian(lambda x, m=module: m(x).pow(3).sum(), x, vectorize=vectorize),
+        ]
+        for module in (block, twin)
+    ]
+    same(*found)
 
 
 # -- outputs that no gradient comes from -------------------------------------------------------------------------------
@@ -176,6 +179,104 @@ def test_block_built_in_inference_mode(rules):
         close(y, block.reference(values(0)))
     with torch.no_grad():
         close(block(values(0)), y)
+
+
+# -- options that change between forward and backward ------------------------------------------------------------------
+
+#: Recorded ones: backward uses what forward did. The others: backward raises. Never a gradient of something else.
+RECORDED = {"ConstantScale(2.0)": ("scale", 3.0), "Dropout(0.5)": ("p", 0.1)}
+FIXED = {
+    "GELU()": ("approximate", "tanh"),
+    "GEGLU()": ("approximate", "tanh"),
+    "SwiGLU()": ("gate_first", False),
+    "SwiGLU(interleave=2)": ("interleave", 1),
+    "ClampedSwiGLU()": ("limit", 0.1),
+    "ClampedSwiGLU(alpha=1.0)": ("alpha", 2.0),
+    "ClampedSwiGLU(offset=1.0)": ("offset", 2.0),
+    "SiTUGLU()": ("beta1", 1.0),
+    "SiTUGLU(beta2=3.0)": ("beta2", 1.0),
+    "RMSNorm(8)": ("zero_centered_gamma", True),
+    "RMSNorm(8, eps=1e-3)": ("eps", 1.0),
+    "LayerNorm(8)": ("zero_centered_gamma", True),
+    "LayerNorm(8, eps=1e-3)": ("eps", 1.0),
+    "L2Normalization()": ("eps", 1.0),
+}
+
+
+@both_rules
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("op", [*RECORDED, *FIXED])
+def test_options_changed_between_forward_and_backward(op, twice, rules):
+    def gradient(change: bool):
+        block = fusible.Sequential(ops.Linear(8, 8), eval(f"ops.{op}"), ops.ReLU(), rules=RULES[rules]).double()
+        with torch.no_grad():
+            for place, parameter in enumerate(block.parameters()):
+                parameter.copy_(values(place).flatten().repeat(4)[: parameter.numel()].view(parameter.shape))
+        x = values(5).requires_grad_()
+        torch.manual_seed(1)
+        y = block(x)
+        if change:
+            setattr(block[1], *{**RECORDED, **FIXED}[op])
+        return torch.autograd.grad(y.square().sum(), [x, *block.parameters()], create_graph=twice)
+
+    want = gradient(False)
+    if op in FIXED:
+        with pytest.raises(RuntimeError, match=f"{FIXED[op][0]} of .* was .* in forward and is"):
+            gradient(True)
+    else:
+        same(gradient(True), want)
+
+
+def test_options_changed_inside_a_rewrite():
+    modules = [ops.Linear(8, 8, bias=False), ops.ClampedSwiGLU(), ops.Linear(4, 8, bias=False)]
+    block = fusible.Sequential(*modules, rules=(fusible.rules.gated_mlp,)).double()
+    y = block(values(0))
+    block[1].limit = 0.1
+    with pytest.raises(RuntimeError, match="in forward and is"):
+        y.sum().backward()
+
+
+# -- replayed under the forward's conditions ---------------------------------------------------------------------------
+
+
+@both_rules
+@pytest.mark.parametrize("case", ["mlp", "residual", "extra in"])
+def test_double_backward_of_a_forward_under_autocast(case, rules):
+    """The replay runs under the forward's autocast, wherever backward runs: as plain torch does."""
+    pair = Pair(case, rules)
+    block = pair.block.float()
+    found = []
+    for run in (block, block.reference):
+        xs = [values(place).float().requires_grad_() for place in range(1 + pair.spec.extras)]
+        with torch.autocast("cpu", torch.bfloat16):
+            y = run(*xs)
+        (g,) = torch.autograd.grad(y.float().square().sum(), xs[0], create_graph=True)
+        found.append([g.detach(), *torch.autograd.grad(g.square().sum(), [xs[0], *list(block.parameters())[-1:]])])
+    for mine, theirs in zip(*found, strict=True):
+        assert mine.dtype == theirs.dtype
+        assert (mine - theirs).abs().max() <= 3e-2 * theirs.abs().max()
+
+
+@both_rules
+@every_case
+def test_double_backward_under_saved_tensor_hooks(case, rules):
+    """Right where backward reads the input, which the hooks then have; else one clear error."""
+    pair = Pair(case, rules)
+    results = []
+    for twin in (False, True):
+        with torch.autograd.graph.save_on_cpu():
+            run = pair.run("non-leaf", set(), twin)
+        leaves = leaves_of(run)
+        try:
+            grads = torch.autograd.grad([out.sum() for out in run.outs], leaves, create_graph=True, allow_unused=True)
+            total = sum((g * g).sum() for g in grads if g is not None) + sum((leaf * leaf).sum() for leaf in leaves)
+            results.append(torch.autograd.grad(total, leaves))
+        except RuntimeError as error:
+            assert not twin
+            assert "not kept under saved-tensor hooks" in str(error)
+            assert case in ("identity", "empty", "reshape", "make", "tanh", "pre-norm", "extra in")
+            return
+    same(*results)
 
 
 # -- what shares memory ------------------------------------------------------------------------------------------------

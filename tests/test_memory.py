@@ -10,14 +10,14 @@ import pytest
 import torch
 from test_gradient_rules import values
 from torch.utils.checkpoint import checkpoint
-from twins import CASES, RULES, close, tuple_of
+from twins import CASES, RULES, cases, close, tuple_of
 
 import fusible
 import fusible.fuser
 from fusible import Grads, Op, Out, ops
 
 both_rules = pytest.mark.parametrize("rules", RULES)
-every_case = pytest.mark.parametrize("case", CASES)
+every_case = pytest.mark.parametrize("case", cases("mlp"))
 
 
 class Probe(Op):
@@ -75,6 +75,7 @@ def alive() -> int:
 # -- while it runs -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_records_are_dropped_step_by_step():
     """The record of step k is dead when step k - 1 runs."""
     block = fusible.Sequential(*[Probe() for _ in range(4)])
@@ -202,6 +203,7 @@ def packed_bytes(block, x, **kwargs) -> int:
     return sum(seen.values())
 
 
+@pytest.mark.quick
 def test_fields_that_nobody_needs_are_dropped():
     """Law 8: each by what it is read for."""
     row = 8 * 8 * 3  # bytes of [3, 8] in float64
@@ -260,7 +262,9 @@ def test_a_checkpoint_keeps_its_saving(kind, reentrant):
 
 def tensors_of(shape) -> int:
     """Distinct memory of tensors of this shape in the whole process."""
-    return len({t.untyped_storage().data_ptr() for t in gc.get_objects() if type(t) is torch.Tensor and t.shape == shape})
+    return len(
+        {t.untyped_storage().data_ptr() for t in gc.get_objects() if type(t) is torch.Tensor and t.shape == shape}
+    )
 
 
 @pytest.mark.parametrize("modules", [[Formula], [Formula, ops.SiLU, Formula], [ops.GELU, Formula]])
@@ -305,6 +309,7 @@ def test_one_plan_for_twenty_lengths_and_ranks_and_strides(planned):
     assert len(planned) == 1
 
 
+@pytest.mark.quick
 def test_one_plan_per_kind_of_call(planned):
     block = fusible.Sequential(ops.Linear(8, 8), ops.Dropout(0.5), ops.Linear(8, 8))
     x = torch.randn(3, 8)
@@ -319,8 +324,12 @@ def test_one_plan_per_kind_of_call(planned):
         for _ in range(2):
             block(change())
             assert len(planned) == number
-    contexts = [torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16), lambda: fusible.use_rules(fusible.rules.NONE),
-                lambda: fusible.kernels.use("reference")]  # fmt: skip
+    contexts = [
+        torch.no_grad,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: fusible.use_rules(fusible.rules.NONE),
+        lambda: fusible.kernels.use("reference"),
+    ]
     for number, context in enumerate(contexts, 1 + len(changes)):
         for _ in range(2):
             with context():
@@ -387,7 +396,9 @@ def test_hooks_on_the_block_itself_cost_no_new_plan(planned, rules):
 def test_global_hooks_are_looked_at_once(planned):
     block = fusible.Sequential(ops.Linear(8, 8), ops.SiLU()).double()
     seen = []
-    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *args: seen.append(type(module).__name__))
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, *args: seen.append(type(module).__name__)
+    )
     try:
         for _ in range(3):
             block(values(0))

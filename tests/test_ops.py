@@ -1,4 +1,4 @@
-"""Every row of `rows.py` against its plain formula, its `torch.nn` twin, finite differences, and what it may be given."""
+"""Every row of `rows.py` against its formula, its `torch.nn` twin, finite differences, and whatever it may be given."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import copy
 import inspect
 import io
 import pickle
+import re
 
 import pytest
 import torch
+from rows import COMPLEX, FLOATS, INTEGER, ROWS, Row
 from torch.testing import assert_close
 
 import fusible
 from fusible import ops
 from fusible.testing import check, check_op
-from rows import COMPLEX, FLOATS, INTEGER, ROWS, Row
 
 LEADING = [(), (1,), (7,), (2, 3), (2, 1, 3), (2, 1, 2, 2), (0,), (2, 0), (0, 3)]
 MIXED = [
@@ -45,7 +46,7 @@ def ran(block, inputs, named, seed=3):
 
 @pytest.mark.quick
 def test_every_op_has_a_row_and_every_row_a_truth():
-    exported = {getattr(ops, name) for name in ops.__all__} - {ops.TWINS}
+    exported = {getattr(ops, name) for name in ops.__all__ if name != "TWINS"}
     assert exported == {row.kind for row in ROWS}
     assert [str(row) for row in ROWS if not (row.twin or row.formula)] == []
     assert len({str(row) for row in ROWS}) == len(ROWS)
@@ -63,7 +64,6 @@ def test_against_its_reference(row, dtype):
 
 
 @rows
-@pytest.mark.quick
 def test_alone_and_unfused(row):
     if issubclass(row.kind, fusible.Op):
         check_op(row.op(torch.float32), *row.inputs(torch.float32), gradcheck=False)
@@ -88,7 +88,7 @@ def test_parameters_of_another_dtype(row, x, parameters):
 
 
 @rows
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64), ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_under_autocast(row, dtype):
     inputs, named = row.named(row.inputs(dtype))
     with torch.autocast("cpu", torch.bfloat16):
@@ -187,9 +187,8 @@ def test_refuses_what_does_not_fit(row):
     positional, named = row.named([torch.ones(row.x), *extras])
     name = f"{row.kind.__name__} (op 0): "
     for shape, text in row.errors.items():
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(ValueError, match=re.escape(name + text) + "$"):
             block(torch.ones(shape))
-        assert str(caught.value) == name + text
     with pytest.raises(ValueError, match="x must have at least one dimension, got a scalar"):
         block(torch.tensor(1.0), *positional[1:], **named)
     if row.kind is ops.Residual:
@@ -198,9 +197,8 @@ def test_refuses_what_does_not_fit(row):
         if row.any_dtype:
             check(block, *[t.to(torch.int64) for t in row.inputs()], layouts=False, frozen=False)
             continue
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(ValueError, match=re.escape(f"{name}x {text}")):
             block(torch.ones(row.x, dtype=dtype), *positional[1:], **named)
-        assert str(caught.value).startswith(f"{name}x {text}")
 
 
 POINTWISE = [r for r in ROWS if not list(r.op().parameters()) and r.kind not in (ops.Residual, ops.L2Normalization)]
@@ -232,8 +230,8 @@ NUMBERS = torch.tensor([-2.0, -1.0, -0.0, 0.0, 1.0, 2.0], dtype=torch.float64)
 def test_gradients_at_the_kinks(op, right):
     """No row: a comparison within a tolerance cannot tell which side of a kink an equality falls."""
     x = NUMBERS.clone().requires_grad_()
-    if isinstance(op, ops.ClampedSwiGLU):  # a' sigmoid(alpha a') with a' = 1 before b, whose gradient then shows the clamp
-        y = fusible.Sequential(op)(torch.stack([torch.ones_like(x), x], -1)) / torch.sigmoid(torch.tensor(1.702)).double()
+    if isinstance(op, ops.ClampedSwiGLU):  # a gate of sigmoid(1.702), divided out: what is left shows the clamp of b
+        y = fusible.Sequential(op)(torch.stack([torch.ones_like(x), x], -1)) / torch.sigmoid(torch.tensor(1.702))
     else:
         y = fusible.Sequential(op)(x)
     (dx,) = torch.autograd.grad(y.sum(), x)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+
 import pytest
 import torch
 from test_gradient_rules import values
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from twins import RULES, close, tuple_of
 
 import fusible
@@ -159,7 +162,7 @@ def test_each_output_alone(chain, rules):
 @both_rules
 @every_chain
 def test_frozen(chain, rules):
-    block, calls = make(chain, rules)
+    _, calls = make(chain, rules)
     everything = calls[0][2]
     for frozen in range(len(everything)):
         found = []
@@ -307,3 +310,71 @@ def test_no_second_graph_when_nothing_requires_grad():
 
     fusible.Sequential(Asked())(values(0))
     assert seen[-1] == (False, False)
+
+
+class WritesOverItsOwn(Op):
+    """In-place, on what its own backward reads."""
+
+    def reference(self, x):
+        y = x.exp()
+        y += 1
+        return y
+
+
+@pytest.mark.parametrize("context", [contextlib.nullcontext, torch.autograd.graph.save_on_cpu])
+def test_a_formula_that_writes_over_what_its_backward_reads_raises(context):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"), context():
+        fusible.Sequential(WritesOverItsOwn())(values(0).requires_grad_()).sum().backward()
+
+
+class Counted(Op):
+    """Counts how often its formula runs on data."""
+
+    runs = 0
+
+    def reference(self, x):
+        Counted.runs += type(x) is torch.Tensor
+        return x.sin() * x
+
+
+def test_a_checkpoint_computes_each_formula_once_more():
+    """Not once for each formula in it, as it would if each asked for its tensors by itself."""
+    block = fusible.Sequential(Counted(), ops.SiLU(), Counted(), ops.Linear(8, 8), Counted()).double()
+    x = values(0).requires_grad_()
+    block(x)
+    Counted.runs = 0
+    checkpoint(block, x, use_reentrant=False).sum().backward()
+    assert Counted.runs == 6
+    close(x.grad, torch.autograd.grad(block(x).sum(), x)[0])
+
+
+def test_selective_checkpoint():
+    """What the policy saves is saved once and used once; dropout draws what it drew."""
+
+    def policy(ctx, op, *args, **kwargs):
+        saved = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    block = fusible.Sequential(ops.Linear(8, 8), Counted(), ops.Dropout(0.5), ops.Linear(8, 8)).double()
+    found = []
+    for run in (block, lambda x: checkpoint(block, x, use_reentrant=False, context_fn=context)):
+        context = functools.partial(create_selective_checkpoint_contexts, policy)
+        x = values(0).requires_grad_()
+        block.zero_grad()
+        torch.manual_seed(1)
+        run(x).square().sum().backward()
+        found.append([x.grad, *[p.grad for p in block.parameters()]])
+    for a, b in zip(*found, strict=True):
+        close(a, b)
+
+
+def test_retained_graph_under_hooks():
+    block = fusible.Sequential(Counted(), ops.Tanh(), Counted())
+    x = values(0).requires_grad_()
+    with torch.autograd.graph.save_on_cpu():
+        y = block(x)
+    first = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
+    close(first, torch.autograd.grad(y.sum(), x)[0])
+    close(first, torch.autograd.grad(block.reference(x).sum(), x)[0])
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(y.sum(), x)

@@ -176,12 +176,19 @@ SPLITS = {
     "a hook on a container": (lambda: hooked(nn.Sequential(ops.Linear(6, 6))), "has hooks"),
     "a replaced forward": (lambda: replaced(ops.Linear(6, 6)), "forward was replaced on this Linear"),
     "a replaced forward of a twin": (lambda: replaced(nn.Tanh()), "forward was replaced on this Tanh"),
-    "a replaced forward of a container": (lambda: replaced(nn.Sequential(ops.Linear(6, 6))), "Sequential"),
+    "a replaced forward of a container": (
+        lambda: replaced(nn.Sequential(ops.Linear(6, 6))),
+        "forward was replaced on this Sequential",
+    ),
+    "a replaced forward of a residual": (
+        lambda: replaced(ops.Residual(ops.Linear(6, 6))),
+        "forward was replaced on this Residual",
+    ),
     "rules of its own": (lambda: Sequential(ops.Linear(6, 6), rules=rules.NONE), "with rules of its own"),
     "weight norm": (lambda: nn.utils.parametrizations.weight_norm(ops.Linear(6, 6)), "arametriz"),
     "weight norm of a twin": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), "arametriz"),
     "spectral norm": (lambda: nn.utils.parametrizations.spectral_norm(ops.Linear(6, 6)), "arametriz"),
-    "pruning": (pruned, "weight of Linear is computed by a parametrization, not a parameter"),
+    "pruning": (pruned, "has hooks"),
     "GLU of another dimension": (lambda: ops.GLU(0), "GLU splits dim 0; only the last, dim=-1, can be fused"),
     "another GLU of torch": (lambda: nn.GLU(0), "GLU splits dim 0; only the last, dim=-1, can be fused"),
 }
@@ -193,12 +200,14 @@ def test_what_runs_as_it_is_and_why(name):
     torch.manual_seed(12)
     module = make().double()
     whole = Sequential(ops.Linear(6, 6), ops.Tanh(), module, ops.Linear(6, 6), ops.GELU()).double()
-    x = torch.randn(4, 6, dtype=torch.float64)
+    x = torch.randn(4, 6, dtype=torch.float64)  # GLU(0) halves the four rows
     rows = whole.explain(x).parts
-    assert [bool(part.reason) for part in rows] == [False, True, False]
+    assert [bool(part.reason) for part in rows[:2]] == [False, True]
     assert reason in rows[1].reason
-    if name.startswith(("another GLU", "GLU")):
-        return
+    if name.startswith(("a hook on a ", "pruning")):  # its hooks would have to run to tell its shapes
+        assert rows[2].reason == "not planned: shapes behind the module before it are unknown"
+    else:
+        assert not rows[2].reason
     if name == "spectral norm":  # each call in training changes its buffers
         module.eval()
     whole.zero_grad()
@@ -224,6 +233,7 @@ COMES = {
     "hook": (lambda linear: hooked(linear), lambda linear: linear._forward_hooks.clear()),
     "replaced forward": (lambda linear: replaced(linear), lambda linear: linear.__dict__.pop("forward")),
 }
+CONTAINERS = {"residual": lambda: ops.Residual(ops.Linear(6, 6)), "sequential": lambda: nn.Sequential(ops.Linear(6, 6))}
 
 
 @pytest.mark.parametrize("name", COMES)
@@ -237,6 +247,18 @@ def test_what_comes_and_goes_after_a_call_is_seen(name):
     go(whole[0])
     assert len(parts(whole)) == 1
     torch.testing.assert_close(whole(X), nn.Sequential(*whole)(X))
+
+
+@pytest.mark.parametrize("name", ["hook", "replaced forward"])
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_what_comes_and_goes_on_a_container_is_seen(container, name):
+    come, go = COMES[name]
+    whole = Sequential(CONTAINERS[container](), ops.Tanh()).double()
+    whole(X)
+    for change in (come, go):
+        change(whole[0])
+        assert len(parts(whole)) == 1 + (change is come)
+        torch.testing.assert_close(whole(X), nn.Sequential(*whole)(X))
 
 
 def test_nested_blocks_are_opened_or_not():

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import fusible
 from fusible import Grads, Op, Out, Saved, backward, forward, kernels, ops, rewrite
-from fusible.ops import BasicLinear, Bias, GELU, ReLU
+from fusible.ops import GELU, BasicLinear, Bias, ReLU
 from fusible.testing import check, check_op, check_rule
 
 F64 = torch.float64
@@ -172,7 +172,8 @@ FAULTS = {
                "frozen 0.g: gradient of input 0 is off by"),
     "wrong dtype": (fault(Doubled, fwd=lambda self, x: Out((x + x).float())),
                     "forward returned torch.float32 with last dimension"),
-    "wrong shape": (fault(Doubled, fwd=lambda self, x: Out((x + x)[:2])), "output 0 has shape .* fused, .* in reference"),
+    "wrong shape": (fault(Doubled, fwd=lambda self, x: Out((x + x)[:2])),
+                    "output 0 has shape .* fused, .* in reference"),
     "wrong infer": (fault(Scaled, infer=lambda self, x, *, autocast=None: x._replace(shape=(9, *x.shape))),
                     r"output 0: infer says \[9, 3, 6\] torch.float64 on cpu, reference gives \[3, 6\]"),
     "uninitialised memory": (fault(Doubled, fwd=lambda self, x: Out(torch.empty_like(x))),
@@ -241,7 +242,7 @@ def test_the_tolerance():
     off = {torch.float64: 1e-9, torch.float32: 1e-6, torch.bfloat16: 0.05, torch.float16: 6e-3}
     for dtype, factor in off.items():
         kind = fault(Doubled, reference=lambda self, x: x.exp(), fwd=exp_off_by(factor))
-        with pytest.raises(AssertionError, match="output 0 is off by .*, allowed .*fused .*, reference .*, float64"):
+        with pytest.raises(AssertionError, match=r"output 0 is off by .*, allowed .*fused .*, reference .*, float64"):
             check(fusible.Sequential(kind()), x.to(dtype))
 
 

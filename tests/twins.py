@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -100,7 +101,7 @@ class Case(NamedTuple):
 
 CASES = {
     "identity": Case(lambda: [ops.Identity()], lambda: [nn.Identity()], shared=(0,)),
-    "empty": Case(lambda: [], lambda: [], shared=(0,)),
+    "empty": Case(list, list, shared=(0,)),
     "reshape": Case(lambda: [ops.Reshape((2, 12))], lambda: [Reshaped(2, 12)], shared=(0,)),
     "make": Case(lambda: [ops.MakeExtraOutput()], lambda: [Make()], shared=(0, 1)),
     "tanh": Case(lambda: [ops.Tanh()], lambda: [nn.Tanh()]),
@@ -151,6 +152,12 @@ CASES = {
     "bare linear": Case(lambda: [ops.Linear(8, 8, bias=False)], lambda: [nn.Linear(8, 8, bias=False)]),
 }  # fmt: skip
 
+
+def cases(*quick: str, names: Iterable[str] = CASES) -> list:
+    """All cases as parameters; these belong to the quick tests."""
+    return [pytest.param(name, marks=pytest.mark.quick) if name in quick else name for name in names]
+
+
 #: Default rules and none.
 RULES = {"default": fusible.rules.DEFAULT, "none": fusible.rules.NONE}
 
@@ -161,7 +168,9 @@ def tuple_of(outs) -> tuple[Tensor, ...]:
 
 def close(mine: Tensor | None, theirs: Tensor | None, what: str = "") -> None:
     """Equal to float64's accuracy, or both missing."""
-    assert (mine is None) == (theirs is None), f"{what}: {mine is not None} for the block, {theirs is not None} for the twin"
+    assert (mine is None) == (theirs is None), (
+        f"{what}: {mine is not None} for the block, {theirs is not None} for the twin"
+    )
     if mine is not None:
         assert mine.shape == theirs.shape, f"{what}: {mine.shape} {theirs.shape}"
         assert mine.dtype == theirs.dtype, f"{what}: {mine.dtype} {theirs.dtype}"

@@ -68,7 +68,8 @@ def drms_norm(
     want_weight: bool = True,
     normalized_ndim: int = 1,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """`dx = rstd (dy g - x̂ mean(dy g x̂))`, `dweight = sum dy x̂` over the leading dimensions. Returns (dx, dweight)."""
+    """`dx = rstd (dy g - x̂ mean(dy g x̂))`, `dweight = sum dy x̂` over the leading dimensions. Returns (dx,
+    dweight)."""
     dtype = rstd.dtype
     dy = to(dy, dtype)
     xhat = to(x, dtype) * rstd
@@ -123,7 +124,8 @@ def dlayer_norm(
     want_bias: bool = True,
     normalized_ndim: int = 1,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """`dx = rstd (dy g - mean(dy g) - x̂ mean(dy g x̂))`, `dweight = sum dy x̂`, `dbias = sum dy` over leading dimensions.
+    """`dx = rstd (dy g - mean(dy g) - x̂ mean(dy g x̂))`, `dweight = sum dy x̂`, `dbias = sum dy` over leading
+    dimensions.
 
     Returns (dx, dweight, dbias), the last in the weight's dtype.
     """

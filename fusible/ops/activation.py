@@ -35,6 +35,8 @@ class GELU(_Activation, torch.nn.GELU):
     Source: Hendrycks, Gimpel, "Gaussian Error Linear Units", 2016.
     """
 
+    fixed = ("approximate",)
+
     class Saved(Saved):
         x: Tensor = reads_for("x")
 

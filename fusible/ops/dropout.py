@@ -17,7 +17,8 @@ __all__ = ["Dropout"]
 class Dropout(Op, torch.nn.Dropout):
     """`y = x mask / (1 - p)` in training, `y = x` in evaluation. `torch.nn.Dropout`, as an op; `inplace` has no effect.
 
-    An element of the mask is 1 with probability `1 - p`, drawn from torch's generator, so that `torch.manual_seed` repeats it. The
+    An element of the mask is 1 with probability `1 - p`, drawn from torch's generator, so that `torch.manual_seed`
+    repeats it. The
     values are those of `torch.nn.Dropout` for the same seed only where torch's kernels run; the library's own kernels
     draw two integers and make the mask of them, again in backward, with the same bits for any number of threads. `p` is
     read at each call. The record holds the mask, or those integers (none where p is 0 or 1), and the factor. y has x's

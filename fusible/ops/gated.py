@@ -30,6 +30,10 @@ class _Gated(Op):
     #: Names of the attributes that the kernels take as further arguments, in their order.
     options: ClassVar[tuple[str, ...]] = ()
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.fixed = ("gate_first", "interleave", *cls.options)
+
     def __init__(self, *, gate_first: bool = True, interleave: int | None = None) -> None:
         super().__init__()
         if interleave is not None and interleave < 1:
@@ -226,6 +230,7 @@ class GLU(Op, torch.nn.GLU):
 
     aliases = False
     grad_aliases = False
+    fixed = ("dim",)
 
     class Saved(Saved):
         x: Tensor = reads_for("x")

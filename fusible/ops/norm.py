@@ -41,6 +41,7 @@ class LayerNorm(Op, torch.nn.LayerNorm):
 
     aliases = False
     grad_aliases = False
+    fixed = ("eps", "zero_centered_gamma")
     zero_centered_gamma = False
 
     class Saved(Saved):
@@ -112,6 +113,7 @@ class RMSNorm(Op, torch.nn.RMSNorm):
 
     aliases = False
     grad_aliases = False
+    fixed = ("eps", "zero_centered_gamma")
     zero_centered_gamma = False
 
     class Saved(Saved):
@@ -133,7 +135,9 @@ class RMSNorm(Op, torch.nn.RMSNorm):
         return F.rms_norm(x.to(dtype), self.normalized_shape, gain, self.eps).to(x.dtype)
 
     def fwd(self, x: Tensor, weight: Tensor | None) -> Out:
-        y, rstd = kernels.rms_norm(x, weight, self.epsilon(x.dtype), len(self.normalized_shape), self.zero_centered_gamma)
+        y, rstd = kernels.rms_norm(
+            x, weight, self.epsilon(x.dtype), len(self.normalized_shape), self.zero_centered_gamma
+        )
         return Out(y, saved=RMSNorm.Saved(x, rstd))
 
     def epsilon(self, dtype: torch.dtype) -> float:
@@ -162,6 +166,7 @@ class L2Normalization(Op):
 
     aliases = False
     grad_aliases = False
+    fixed = ("eps",)
 
     class Saved(Saved):
         x: Tensor = reads_for("x")

@@ -1,7 +1,7 @@
 """Shipped rules, one file per fused idea, and the sets of them: `DEFAULT`, `LEAN`, `NONE`.
 
-    fusible.Sequential(..., rules=(mine, *fusible.rules.DEFAULT))     # earlier rules win
-    with fusible.use_rules(fusible.rules.NONE): ...                   # nothing fused
+fusible.Sequential(..., rules=(mine, *fusible.rules.DEFAULT))     # earlier rules win
+with fusible.use_rules(fusible.rules.NONE): ...                   # nothing fused
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ class GatedMLP(Op):
 
     aliases = False
     grad_aliases = False
+    fixed = ("act_options",)
 
     class Saved(Saved):
         x: Tensor
@@ -31,6 +32,11 @@ class GatedMLP(Op):
     def __init__(self, up: BasicLinear, act: Any, down: BasicLinear) -> None:
         super().__init__()
         self.borrowed = (up, act, down)  # a tuple, so that they do not become submodules
+
+    @property
+    def act_options(self) -> tuple[Any, ...]:
+        act = self.borrowed[1]
+        return tuple(getattr(act, name) for name in type(act).fixed)
 
     def sources(self) -> list[tuple[dict[str, Any], str]]:
         up, _, down = self.borrowed

@@ -1,4 +1,5 @@
-"""Forward: what follows a linear layer is done by its GEMM or on its fresh result, a bias, an activation, a residual."""
+"""Forward: what follows a linear layer is done by its GEMM or on its fresh result, a bias, an activation, a
+residual."""
 
 from __future__ import annotations
 

@@ -19,9 +19,7 @@ def dresidual_rms_norm(
 ):
     """`dx = drms_norm(dy) + d_extra`."""
     ndim = len(norm.normalized_shape)
-    dx, dw = kernels.drms_norm(
-        dy, *norm_saved, weight, norm.zero_centered_gamma, True, env.needs.norm.weight, ndim
-    )
+    dx, dw = kernels.drms_norm(dy, *norm_saved, weight, norm.zero_centered_gamma, True, env.needs.norm.weight, ndim)
     return Grads(dx.add_(d_extra), norm={"weight": dw})
 
 
