@@ -104,13 +104,19 @@ def _backends() -> tuple[Backend, ...]:
 
     return (
         Backend("reference", True, f"{len(KERNELS)} kernels in plain torch, on every device"),
-        _backend("cpu", count("cpu"), None if count("cpu") else "no C++ kernels in this version"),
+        _backend("cpu", count("cpu"), None if count("cpu") else _no_cpu()),
         _backend("triton", count("triton"), _no_triton(count("triton"))),
     )
 
 
 def _backend(name: str, kernels: int, missing: str | None) -> Backend:
     return Backend(name, missing is None, missing or f"{kernels} {'kernel' if kernels == 1 else 'kernels'}")
+
+
+def _no_cpu() -> str:
+    from fusible.kernels import library
+
+    return library.why_not() or "its kernels are not registered"
 
 
 def _no_triton(kernels: int) -> str | None:

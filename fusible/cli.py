@@ -1,4 +1,4 @@
-"""The commands: `python -m fusible info`, `demo` and `bench`. Needs the extra `cli`."""
+"""The commands: `python -m fusible info`, `demo`, `bench` and `build`. Needs the extra `cli`."""
 
 from __future__ import annotations
 
@@ -43,6 +43,21 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="As JSON, for prog
     """Show versions, devices, and which kernel backends are there."""
     report = fusible.info()
     print(json.dumps(report.to_dict(), indent=2) if as_json else report)
+
+
+@app.command(epilog="Example: CXX=clang++ python -m fusible build")
+def build() -> None:
+    """Build the C++ kernels (experimental) beside the installed package; takes a minute and a C++ compiler."""
+    from fusible.build import BuildError
+    from fusible.build import build as compile_kernels
+
+    console = Console(soft_wrap=True)
+    try:
+        with console.status("compiling the C++ kernels, about a minute"):
+            target = compile_kernels()
+    except (BuildError, OSError) as error:
+        raise typer.Exit(_fail(str(error), 1)) from None
+    console.print(f"built {target.name}; the next start of Python uses it", markup=False, highlight=False)
 
 
 @app.command(epilog="Example: python -m fusible demo --steps 100 --text book.txt --out book-demo")

@@ -57,33 +57,39 @@ class Fused(Function):
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor | None) -> Any:
-        executable = ctx.executable
-        if not any(d is not None for d in douts):
-            return (None,) * (2 + len(executable.wanted))
-        saved = ctx.saved_tensors if ctx.kept else ()
-        if ctx.records is None:
-            raise RuntimeError(
-                "Trying to backward through the graph of a fusible block a second time: what it kept has been freed. "
-                "Specify retain_graph=True if you need to backward through it twice."
-            )
-        if executable.options() != ctx.options:
-            _raise_changed(executable, ctx.options)
-        recs = list(ctx.records)
-        params = saved[: len(executable.read)]
-        _put_shared(recs, ctx.places, saved[len(params) :])
-        if torch.is_grad_enabled() or _torch.batched_backward():
-            return None, None, *_replayed_backward(ctx, saved[len(params) :], recs, douts)
-        if not _torch.keep_graph() and ctx.kept:
-            ctx.records = ctx.replayed = None
-        del saved
-        if _torch.any_autocast():
-            with _autocast_off():
-                grads = executable.backward(douts, recs, params)
-        else:
+        if torch.compiler.is_compiling():  # compiled autograd, which must not trace what chooses by versions and modes
+            return torch.compiler.disable(_backward)(ctx, douts)
+        return _backward(ctx, douts)
+
+
+def _backward(ctx: Any, douts: tuple[Tensor | None, ...]) -> Any:
+    executable = ctx.executable
+    if not any(d is not None for d in douts):
+        return (None,) * (2 + len(executable.wanted))
+    saved = ctx.saved_tensors if ctx.kept else ()
+    if ctx.records is None:
+        raise RuntimeError(
+            "Trying to backward through the graph of a fusible block a second time: what it kept has been freed. "
+            "Specify retain_graph=True if you need to backward through it twice."
+        )
+    if executable.options() != ctx.options:
+        _raise_changed(executable, ctx.options)
+    recs = list(ctx.records)
+    params = saved[: len(executable.read)]
+    _put_shared(recs, ctx.places, saved[len(params) :])
+    if torch.is_grad_enabled() or _torch.batched_backward():
+        return None, None, *_replayed_backward(ctx, saved[len(params) :], recs, douts)
+    if not _torch.keep_graph() and ctx.kept:
+        ctx.records = ctx.replayed = None
+    del saved
+    if _torch.any_autocast():
+        with _autocast_off():
             grads = executable.backward(douts, recs, params)
-        if executable.gradients_alias:
-            grads = _own_memory(grads, douts)
-        return None, None, *grads
+    else:
+        grads = executable.backward(douts, recs, params)
+    if executable.gradients_alias:
+        grads = _own_memory(grads, douts)
+    return None, None, *grads
 
 
 _apply = _torch.direct_apply(Fused)

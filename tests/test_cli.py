@@ -13,7 +13,7 @@ import torch
 import fusible
 from fusible import _info, cli
 from fusible.__main__ import main
-from fusible.kernels import registry
+from fusible.kernels import library, registry
 
 pytestmark = pytest.mark.quick
 
@@ -163,7 +163,8 @@ def test_info_says_why_a_backend_is_missing_and_counts_its_kernels_once_there(mo
     monkeypatch.setattr(registry, "KERNELS", {"made_up": registry.Kernel(body)})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(_info.importlib.util, "find_spec", lambda name: None)
-    assert backend("cpu") == (False, "no C++ kernels in this version")
+    monkeypatch.setattr(library, "why_not", lambda: "not built; run: python -m fusible build")
+    assert backend("cpu") == (False, "not built; run: python -m fusible build")
     assert backend("triton") == (False, "triton is not installed")
     monkeypatch.setattr(_info.importlib.util, "find_spec", lambda name: object())
     assert backend("triton") == (False, "no Triton kernels in this version")

@@ -88,6 +88,21 @@ def test_compile_without_gradients_and_with_dropout(dynamo):
         close(compiled(values(0)), twin(values(0)))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own
+@pytest.mark.parametrize("case", ["residual", "tanh", "make"])
+def test_compiled_autograd(case, dynamo):
+    """A backward pass that is traced itself: the block's node runs in it as it is."""
+    block, twin = CASES[case].make()
+    x, x2 = values(0).requires_grad_(), values(0).requires_grad_()
+    for _ in range(2):
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+            sum(out.square().sum() for out in tuple_of(block(x))).backward()
+        sum(out.square().sum() for out in tuple_of(twin(x2))).backward()
+    close(x.grad, x2.grad)
+    for a, b in zip(block.parameters(), twin.parameters(), strict=True):
+        close(a.grad, b.grad)
+
+
 @every_case
 def test_export(case):
     block, twin = CASES[case].make()

@@ -20,7 +20,7 @@ from fusible.bench import report, rows
 from fusible.bench.measure import Plan, Probe, measure
 from fusible.bench.results import Machine, Report, RowResult
 from fusible.demo.config import InputError
-from fusible.kernels.cpu import library
+from fusible.kernels import library
 
 __all__ = ["Options", "run_bench"]
 

@@ -6,6 +6,7 @@ functions.
 
 from __future__ import annotations
 
+from fusible.kernels import library
 from fusible.kernels.activation import (
     dbias,
     dgelu,
@@ -118,3 +119,6 @@ __all__ = [
     "tanh_",
     "use",
 ]
+
+if library.built():
+    from fusible.kernels import cpu  # noqa: F401 - registers its bodies

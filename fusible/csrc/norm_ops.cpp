@@ -1,0 +1,84 @@
+// The torch operators of norm.cpp.
+#include <cmath>
+#include <tuple>
+
+#include "norm.h"
+#include "tensors.h"
+
+using namespace tensors;
+using Maybe = std::optional<Tensor>;
+
+namespace {
+
+// Statistics have x's leading dimensions and a 1 for each normalised one.
+Tensor statistics(const Tensor& x, int64_t trailing) {
+  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+  for (size_t d = sizes.size() - size_t(trailing); d < sizes.size(); ++d) sizes[d] = 1;
+  return empty(sizes.data(), int64_t(sizes.size()), wide(x.scalar_type()));
+}
+
+// (y, mean, rstd, sum): mean without `center`, and sum without a residual, are empty tensors of no meaning.
+std::tuple<Tensor, Tensor, Tensor, Tensor> norm(
+    Tensor x, Maybe residual, Maybe weight, Maybe bias, double eps, int64_t trailing, bool zero_centered, bool center,
+    bool mean_square) {
+  const ScalarType dtype = x.scalar_type();
+  const Rows in = rows(x, trailing);
+  const Rows other = residual ? rows(*residual, trailing) : in;
+  const Maybe g = gain(weight, wide(dtype), zero_centered), b = gain(bias, wide(dtype), false);
+  Tensor y = empty(x), rstd = statistics(x, trailing), mean = center ? statistics(x, trailing) : rstd;
+  Tensor total = residual ? empty(x) : y;
+  NormForward a{};
+  a.x = in.data, a.x_stride = in.stride;
+  if (residual) a.residual = other.data, a.residual_stride = other.stride, a.sum = total.mutable_data_ptr();
+  a.gain = data(g), a.bias = data(b);
+  a.y = y.mutable_data_ptr(), a.rstd = rstd.mutable_data_ptr(), a.mean = center ? mean.mutable_data_ptr() : nullptr;
+  a.width = in.w, a.scale = mean_square ? 1.0 / double(std::max<int64_t>(in.w, 1)) : 1.0, a.eps = eps;
+  const auto loop = loops().norm_forward[storage(dtype)];
+  torch::stable::parallel_for(0, in.n, row_grain(in.w), [&](int64_t begin, int64_t end) { loop(a, begin, end); });
+  return {y, mean, rstd, total};
+}
+
+// (dx, dweight, dbias); what is not wanted is an empty tensor of no meaning.
+std::tuple<Tensor, Tensor, Tensor> dnorm(
+    Tensor dy, Tensor x, Maybe mean, Tensor rstd, Maybe weight, Maybe extra, int64_t trailing, bool zero_centered,
+    bool mean_square, bool want_x, bool want_weight, bool want_bias) {
+  const ScalarType dtype = x.scalar_type(), arithmetic = wide(dtype);
+  const Rows d = rows(dy, trailing), in = rows(x, trailing);
+  const Rows other = extra ? rows(*extra, trailing) : in;
+  const Maybe g = gain(weight, arithmetic, zero_centered);
+  NormBackward a{};
+  a.dy = d.data, a.dy_stride = d.stride, a.x = in.data, a.x_stride = in.stride;
+  if (extra) a.extra = other.data, a.extra_stride = other.stride;
+  a.gain = data(g), a.mean = data(mean), a.rstd = rstd.const_data_ptr();
+  a.rows = in.n, a.width = in.w, a.scale = mean_square ? 1.0 / double(std::max<int64_t>(in.w, 1)) : 1.0;
+  a.chunk = chunk_rows(in.n, in.w);
+  const int64_t chunks = std::max<int64_t>(1, (in.n + a.chunk - 1) / a.chunk);
+  const int64_t partial[2] = {chunks, in.w};
+  Tensor dx = want_x ? empty(x) : rstd;
+  Tensor dgain = want_weight ? empty(partial, 2, arithmetic) : rstd, dbias = want_bias ? empty(partial, 2, arithmetic) : rstd;
+  if (want_x) a.dx = dx.mutable_data_ptr();
+  if (want_weight) a.dgain = dgain.mutable_data_ptr();
+  if (want_bias) a.dbias = dbias.mutable_data_ptr();
+  const auto loop = loops().norm_backward[storage(dtype)];
+  torch::stable::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) { loop(a, begin, end); });
+  const int64_t* shape = x.sizes().data() + (x.dim() - trailing);
+  const ScalarType out = weight ? weight->scalar_type() : arithmetic;
+  return {dx, want_weight ? reduced(dgain, shape, trailing, out) : rstd,
+          want_bias ? reduced(dbias, shape, trailing, out) : rstd};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fusible, m) {
+  m.def(
+      "norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, int trailing, bool zero_centered, bool "
+      "center, bool mean_square) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "dnorm(Tensor dy, Tensor x, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? extra, int trailing, bool "
+      "zero_centered, bool mean_square, bool want_x, bool want_weight, bool want_bias) -> (Tensor, Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fusible, CPU, m) {
+  m.impl("norm", TORCH_BOX(&norm));
+  m.impl("dnorm", TORCH_BOX(&dnorm));
+}

@@ -1,0 +1,97 @@
+"""Pointwise activations and what is before them in one pass; see csrc/activation.cpp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fusible.kernels import activation
+from fusible.kernels.library import applies
+from fusible.kernels.registry import Kernel
+
+_ops = torch.ops.fusible
+
+#: The numbers of csrc/activation.h.
+_NUMBERS = {"gelu": 0, "qgelu": 2, "relu": 3, "srelu": 4, "silu": 5, "sigmoid": 6, "tanh": 7}
+
+
+def _number(act: str, approximate: str) -> int:
+    return 1 if approximate == "tanh" and act == "gelu" else _NUMBERS[act]
+
+
+def _forward(number: int) -> Callable[..., Tensor]:
+    return lambda x: _ops.act.default(x, number)
+
+
+def _in_place(kernel: Kernel, number: int) -> Callable[..., Tensor]:
+    def body(x: Tensor) -> Tensor:
+        if not x.is_contiguous():
+            return kernel.body(x)
+        _ops.act_.default(x, number)
+        return x
+
+    return body
+
+
+def _backward(number: int) -> Callable[..., Tensor]:
+    return lambda dy, record: _ops.dact.default(dy, record, number)
+
+
+for _act, (_f, _f_, _df) in activation.ACTIVATIONS.items():
+    if _act != "gelu":
+        _f.backend("cpu", applies)(_forward(_NUMBERS[_act]))
+        _f_.backend("cpu", applies)(_in_place(_f_, _NUMBERS[_act]))
+        _df.backend("cpu", applies)(_backward(_NUMBERS[_act]))
+
+
+@activation.gelu.backend("cpu", applies)
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    return _ops.act.default(x, _number("gelu", approximate))
+
+
+@activation.gelu_.backend("cpu", applies)
+def gelu_(x: Tensor, approximate: str = "none") -> Tensor:
+    if not x.is_contiguous():
+        return activation.gelu_.body(x, approximate)
+    _ops.act_.default(x, _number("gelu", approximate))
+    return x
+
+
+@activation.dgelu.backend("cpu", applies)
+def dgelu(dy: Tensor, x: Tensor, approximate: str = "none") -> Tensor:
+    return _ops.dact.default(dy, x, _number("gelu", approximate))
+
+
+@activation.bias_act.backend("cpu", applies)
+def bias_act(
+    x: Tensor, bias: Tensor, act: str, approximate: str = "none", keep: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    number = _number(act, approximate)
+    return _ops.bias_act.default(x, bias, number) if keep else (_ops.bias_act_forget.default(x, bias, number), None)
+
+
+@activation.bias_act_.backend("cpu", applies)
+def bias_act_(
+    x: Tensor, bias: Tensor, act: str, approximate: str = "none", keep: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    if not x.is_contiguous():
+        return activation.bias_act_.body(x, bias, act, approximate, keep)
+    number = _number(act, approximate)
+    if keep:
+        return _ops.bias_act_.default(x, bias, number), x
+    _ops.bias_act_forget_.default(x, bias, number)
+    return x, None
+
+
+@activation.dact_dbias.backend("cpu", applies)
+def dact_dbias(
+    dy: Tensor, record: Tensor, act: str, approximate: str = "none", dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    return _ops.dact_dbias.default(dy, record, _number(act, approximate), dtype or record.dtype)
+
+
+@activation.dact_recompute.backend("cpu", applies)
+def dact_recompute(dy: Tensor, x: Tensor, act: str, approximate: str = "none") -> tuple[Tensor, Tensor]:
+    return _ops.dact_recompute.default(dy, x, _number(act, approximate))

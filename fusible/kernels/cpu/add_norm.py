@@ -1,0 +1,73 @@
+"""Residual addition and norm in one pass over the rows; see csrc/norm.cpp."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusible.kernels import add_norm
+from fusible.kernels.library import applies
+
+_ops = torch.ops.fusible
+
+
+@add_norm.add_rms_norm.backend("cpu", applies)
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    normalized_ndim: int = 1,
+    zero_centered: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    y, _, rstd, total = _ops.norm.default(x, residual, weight, None, eps, normalized_ndim, zero_centered, False, True)
+    return y, rstd, total
+
+
+@add_norm.drms_norm_add.backend("cpu", applies)
+def drms_norm_add(
+    dy: Tensor,
+    x: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    extra: Tensor,
+    zero_centered: bool = False,
+    want_weight: bool = True,
+    normalized_ndim: int = 1,
+) -> tuple[Tensor, Tensor | None]:
+    dx, dweight, _ = _ops.dnorm.default(
+        dy, x, None, rstd, weight, extra, normalized_ndim, zero_centered, True, True, want_weight, False
+    )
+    return dx, dweight if want_weight else None
+
+
+@add_norm.add_layer_norm.backend("cpu", applies)
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    normalized_ndim: int = 1,
+    zero_centered: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _ops.norm.default(x, residual, weight, bias, eps, normalized_ndim, zero_centered, True, True)
+
+
+@add_norm.dlayer_norm_add.backend("cpu", applies)
+def dlayer_norm_add(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    extra: Tensor,
+    zero_centered: bool = False,
+    want_weight: bool = True,
+    want_bias: bool = True,
+    normalized_ndim: int = 1,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    dx, dweight, dbias = _ops.dnorm.default(
+        dy, x, mean, rstd, weight, extra, normalized_ndim, zero_centered, True, True, want_weight, want_bias
+    )
+    return dx, dweight if want_weight else None, dbias if want_bias else None

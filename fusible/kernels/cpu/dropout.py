@@ -1,0 +1,35 @@
+"""Dropout without a stored mask; see csrc/dropout.cpp."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusible.kernels.dropout import ddropout, dropout, dropout_add
+from fusible.kernels.library import applies
+
+_ops = torch.ops.fusible
+
+
+def _seed() -> Tensor:
+    """Two random integers from torch's generator."""
+    return torch.empty(2, dtype=torch.int64).random_()
+
+
+@dropout.backend("cpu", applies)
+def _(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    seed = _seed()
+    return _ops.dropout.default(x, seed, 1 / (1 - p)), seed
+
+
+@dropout_add.backend("cpu", applies)
+def _(x: Tensor, residual: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    seed = _seed()
+    return _ops.dropout_add.default(x, residual, seed, 1 / (1 - p)), seed
+
+
+@ddropout.backend("cpu", applies)
+def _(dy: Tensor, mask: Tensor, scale: float) -> Tensor:
+    if mask.dtype is torch.bool:
+        return ddropout.body(dy, mask, scale)
+    return _ops.dropout.default(dy, mask, scale)

@@ -1,0 +1,44 @@
+"""The shared library of C++ kernels: loaded once, on demand, if it was built (`python -m fusible build`)."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+
+import torch
+
+__all__ = ["FLOATS", "LIBRARY", "applies", "built", "load", "why_not"]
+
+LIBRARY = pathlib.Path(__file__).parents[1] / "_kernels.so"
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def built() -> bool:
+    """Whether the library lies beside the package."""
+    return LIBRARY.exists()
+
+
+@functools.cache
+def _error() -> str | None:
+    if not built():
+        return "not built; run: python -m fusible build"
+    try:
+        torch.ops.load_library(str(LIBRARY))
+    except OSError as error:
+        return f"does not load ({error}); run: python -m fusible build"
+    return None
+
+
+def load() -> bool:
+    """Whether the kernels are there; loads them on the first call."""
+    return _error() is None
+
+
+def why_not() -> str | None:
+    """Why the kernels are not there, or `None`."""
+    return _error()
+
+
+def applies(device: str, dtype: torch.dtype, width: int) -> bool:
+    """The condition of most kernels: a float dtype on the CPU, any width."""
+    return device == "cpu" and dtype in FLOATS and load()
