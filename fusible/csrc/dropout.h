@@ -17,4 +17,5 @@ struct Dropout {
   int64_t residual_stride;
   void* y;               // [n, w]
   int64_t width;
+  bool streamed;         // y is written past the caches
 };

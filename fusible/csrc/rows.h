@@ -51,7 +51,7 @@ Tensor sum_of_rows(int64_t n, int64_t w, int64_t block, ScalarType arithmetic, S
 
 // Results of at least this many bytes are written past the caches: they would push out everything and not stay either.
 inline int64_t& stream_from() {
-  static int64_t bytes = int64_t(16) << 20;
+  static int64_t bytes = int64_t(32) << 20;
   return bytes;
 }
 inline int64_t element_size(ScalarType dtype) { return dtype == ScalarType::Double ? 8 : dtype == ScalarType::Float ? 4 : 2; }

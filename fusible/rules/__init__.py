@@ -7,6 +7,7 @@ with fusible.use_rules(fusible.rules.NONE): ...                   # nothing fuse
 from __future__ import annotations
 
 from fusible.rule import RuleSet
+from fusible.rules.add_norm import add_norm, linear_add_norm
 from fusible.rules.bias_activation import bias_activation
 from fusible.rules.gated_mlp import gated_mlp
 from fusible.rules.linear_backward import dlinear_add, dlinear_scale
@@ -19,6 +20,7 @@ __all__ = [
     "LEAN",
     "NONE",
     "activation_linear_recompute",
+    "add_norm",
     "bias_activation",
     "dlinear_add",
     "dlinear_scale",
@@ -27,6 +29,7 @@ __all__ = [
     "gated_mlp",
     "linear_activation",
     "linear_add",
+    "linear_add_norm",
     "linear_bias",
     "linear_scale_add",
 ]
@@ -37,6 +40,8 @@ NONE = RuleSet()
 #: What a block uses unless told otherwise; longer patterns first.
 DEFAULT = RuleSet(
     (
+        linear_add_norm,
+        add_norm,
         linear_scale_add,
         linear_activation,
         linear_add,

@@ -6,7 +6,7 @@ from fusible import kernels
 from fusible.op import Out
 from fusible.ops import AddExtraInput, BasicLinear, Bias, LayerNorm, MakeExtraOutput, RMSNorm
 from fusible.rule import forward
-from fusible.rules.linear_epilogue import in_dtype, one_dtype
+from fusible.rules.linear_epilogue import in_dtype, one_dtype, same_extra
 
 __all__ = ["add_norm", "linear_add_norm"]
 
@@ -21,7 +21,7 @@ def _add_norm(norm, x, extra, weight, bias):
     return y, LayerNorm.Saved(total, mean, rstd), total
 
 
-@forward
+@forward(aliases=False)
 def add_norm(add: AddExtraInput, out: MakeExtraOutput | None, norm: RMSNorm | LayerNorm, /, x, extra, weight, bias):
     """The sum is written and normalised in one pass."""
     y, record, total = _add_norm(norm, x, extra, weight, bias)
@@ -33,7 +33,7 @@ def _(add, out, norm, env):
     yield env.extras[0] == env.dtype, f"the extra input is {env.extras[0]}, the stream {env.dtype}: they need one dtype"
 
 
-@forward
+@forward(aliases=False)
 def linear_add_norm(
     linear: BasicLinear,
     bias: Bias | None,
@@ -51,7 +51,7 @@ def linear_add_norm(
     env,
 ):
     """The GEMM with its bias; the residual is added by the norm's pass, which reads the result anyway."""
-    x, weight, b = in_dtype(env.extras[0], x, weight, b)
+    x, weight, b = in_dtype(env.out_dtype, x, weight, b)
     z = kernels.gemm(x, weight) if b is None else kernels.gemm_bias(x, weight, b)
     y, record, total = _add_norm(norm, z, extra, gain, shift)
     return Out(y, *([] if out is None else [total]), linear=BasicLinear.Saved(x), norm=record)
@@ -60,3 +60,4 @@ def linear_add_norm(
 @linear_add_norm.requires
 def _(linear, bias, add, out, norm, env):
     yield from one_dtype(linear, bias, env)
+    yield from same_extra(linear, env)

@@ -63,10 +63,10 @@ def linear_add(linear: BasicLinear, bias: Bias | None, add: AddExtraInput, /, x,
 @linear_add.requires
 def _(linear, bias, add, env):
     yield from one_dtype(linear, bias, env)
-    yield from _same_extra(linear, env)
+    yield from same_extra(linear, env)
 
 
-def _same_extra(linear, env):
+def same_extra(linear, env):
     dtype = compute_dtype(env.dtype, linear.weight.dtype, env.autocast)
     yield env.extras[0] == dtype, f"the extra input is {env.extras[0]}, Linear computes in {dtype}"
 
@@ -82,4 +82,4 @@ def linear_scale_add(linear: BasicLinear, scale: ConstantScale, add: AddExtraInp
 
 @linear_scale_add.requires
 def _(linear, scale, add, env):
-    yield from _same_extra(linear, env)
+    yield from same_extra(linear, env)

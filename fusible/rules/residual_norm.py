@@ -19,8 +19,9 @@ def dresidual_rms_norm(
 ):
     """`dx = drms_norm(dy) + d_extra`."""
     ndim = len(norm.normalized_shape)
-    dx, dw = kernels.drms_norm(dy, *norm_saved, weight, norm.zero_centered_gamma, True, env.needs.norm.weight, ndim)
-    return Grads(dx.add_(d_extra), norm={"weight": dw})
+    want_weight = env.needs.norm.weight
+    dx, dw = kernels.drms_norm_add(dy, *norm_saved, weight, d_extra, norm.zero_centered_gamma, want_weight, ndim)
+    return Grads(dx, norm={"weight": dw})
 
 
 @backward(aliases=False)
@@ -30,7 +31,7 @@ def dresidual_layer_norm(
 ):  # fmt: skip
     """`dx = dlayer_norm(dy) + d_extra`."""
     needs, ndim = env.needs.norm, len(norm.normalized_shape)
-    dx, dw, db = kernels.dlayer_norm(
-        dy, *norm_saved, weight, norm.zero_centered_gamma, True, needs.weight, needs.bias, ndim
+    dx, dw, db = kernels.dlayer_norm_add(
+        dy, *norm_saved, weight, d_extra, norm.zero_centered_gamma, needs.weight, needs.bias, ndim
     )
-    return Grads(dx.add_(d_extra), norm={"weight": dw, "bias": db})
+    return Grads(dx, norm={"weight": dw, "bias": db})
