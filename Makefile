@@ -19,7 +19,7 @@ help:
 	@echo "make format   write the format that 'make check' asks for"
 	@echo "make clean    remove caches, builds and the demo's files; the environment stays"
 	@echo
-	@echo "PYTHON=$(PYTHON) makes the environment VENV=$(VENV); both can be given, as in 'make test VENV=other'."
+	@echo "PYTHON=$(PYTHON) makes the environment VENV=$(VENV); both can be given, as in 'make test VENV=../venv'."
 
 # Installed again only when what is to be installed has changed.
 $(READY): pyproject.toml constraints.txt

@@ -66,12 +66,7 @@ def _backward(ctx: Any, douts: tuple[Tensor | None, ...]) -> Any:
     executable = ctx.executable
     if not any(d is not None for d in douts):
         return (None,) * (2 + len(executable.wanted))
-    saved = ctx.saved_tensors if ctx.kept else ()
-    if ctx.records is None:
-        raise RuntimeError(
-            "Trying to backward through the graph of a fusible block a second time: what it kept has been freed. "
-            "Specify retain_graph=True if you need to backward through it twice."
-        )
+    saved = ctx.saved_tensors if ctx.kept else ()  # raises if freed
     if executable.options() != ctx.options:
         _raise_changed(executable, ctx.options)
     recs = list(ctx.records)

@@ -27,6 +27,8 @@ from fusible.demo.worker import PeakMemory, Step, Worker, WorkerError
 STEPS = 20
 TINY = Config(steps=STEPS, width=32, layers=1)
 COMMAND = [sys.executable, "-m", "fusible", "demo", "--width", "32", "--layers", "1"]
+#: Tiny steps gain nothing from a second thread, and lose much where tests run in parallel.
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "100"}
 FILES = ["demo.png", "losses.csv", "model.pt"]
 
 
@@ -47,7 +49,7 @@ def is_picture(path: Path) -> bool:
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo") / "new" / "folder"
     command = [*COMMAND, "--steps", str(STEPS), "--out", str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False), folder
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False), folder
 
 
 def test_a_run_shows_the_comparison(finished):
@@ -108,7 +110,7 @@ class Terminal:
             stdout=theirs,
             stderr=theirs,
             start_new_session=True,
-            env={**os.environ, "TERM": "xterm"},
+            env=ENVIRONMENT,
         )
         os.close(theirs)
 
@@ -176,6 +178,7 @@ def test_another_text_and_curves_that_part(tmp_path, monkeypatch):
     """Runs in this process, with a difference of 1 planted into one variant's losses."""
     path = tmp_path / "text.txt"
     path.write_text("Nicht so schnell, sagte der Bär. " * 40, encoding="utf-8")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     step = Worker.step
     monkeypatch.setattr(Worker, "step", lambda w: Step(step(w).loss + (w.variant == "fusible"), 0.5))
     console = Console(file=io.StringIO(), width=100)

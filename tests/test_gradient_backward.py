@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from twins import CASES, RULES, cases, close, tuple_of
 
 import fusible
-from fusible import Op, ops
+from fusible import Grads, Op, Out, ops
 
 both_rules = pytest.mark.parametrize("rules", RULES)
 every_case = pytest.mark.parametrize("case", cases("residual", "make"))
@@ -108,7 +108,21 @@ class OwnNoise(Op):
         return x * torch.rand(x.shape, dtype=x.dtype, generator=self.generator)
 
 
-@pytest.mark.parametrize("kind", [Noise, OwnNoise])
+class NoiseWithKernels(Noise):
+    """Records its mask, but does not replay it."""
+
+    class Saved(fusible.Saved):
+        mask: Tensor
+
+    def fwd(self, x):
+        mask = torch.rand_like(x)
+        return Out(x * mask, saved=NoiseWithKernels.Saved(mask))
+
+    def bwd(self, saved, dy):
+        return Grads(dy * saved.mask)
+
+
+@pytest.mark.parametrize("kind", [Noise, OwnNoise, NoiseWithKernels])
 def test_double_backward_through_unrecorded_random_numbers_raises(kind):
     x = values(0).requires_grad_()
     with pytest.raises(RuntimeError, match="random numbers"):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from test_gradient_backward import both_rules, every_case, leaves_of, same
 from test_gradient_changes import Pair
 from test_gradient_rules import values
 from torch.nn import functional as F
-from twins import CASES, RULES, close
+from twins import CASES, RULES, close, tuple_of
 
 import fusible
 from fusible import Grads, Op, Out, ops
@@ -255,6 +257,43 @@ def test_double_backward_of_a_forward_under_autocast(case, rules):
     for mine, theirs in zip(*found, strict=True):
         assert mine.dtype == theirs.dtype
         assert (mine - theirs).abs().max() <= 3e-2 * theirs.abs().max()
+
+
+def test_a_replay_sees_the_forwards_autocast():
+    seen = []
+
+    class Look(Op):
+        def reference(self, x):
+            seen.append(x.dtype)
+            return x.sin()
+
+    block = fusible.Sequential(ops.Linear(8, 8), Look())
+    x = values(0).float().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = block(x)
+    seen.clear()
+    torch.autograd.grad(y.float().sum(), x, create_graph=True)
+    assert seen == [torch.bfloat16]
+    y = block(x)
+    seen.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+    assert seen == [torch.float32]
+
+
+@both_rules
+@pytest.mark.parametrize("case", ["mlp", "residual", "named and kept"])
+def test_backward_under_autocast_is_the_forwards(case, rules):
+    """A forward in float32 has a backward in float32, whatever is on by then."""
+    block, _ = CASES[case].make(RULES[rules], torch.float32)
+    found = []
+    for context in (contextlib.nullcontext, lambda: torch.autocast("cpu", torch.bfloat16)):
+        x = values(0).float().requires_grad_()
+        loss = sum(out.sum() for out in tuple_of(block(x)))
+        with context():
+            found.append(torch.autograd.grad(loss, [x, *block.parameters()]))
+    for plain, under in zip(*found, strict=True):
+        assert torch.equal(plain, under)
 
 
 @both_rules

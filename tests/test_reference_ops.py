@@ -284,6 +284,19 @@ def test_double_backward_after_a_change_of_options_raises(rules):
 
 
 @both_rules
+def test_double_backward_in_low_precision_minds_no_rounding(rules):
+    """The replay rounds in another order than fused steps do; that is no other number."""
+    block = fusible.Sequential(
+        ops.Linear(64, 64), Through(), ops.SiLU(), ops.Linear(64, 8), Twice(), rules=RULES[rules]
+    )
+    x = torch.randn(33, 64, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = block(x)
+    (g,) = torch.autograd.grad(y.float().sum(), x, create_graph=True)
+    assert torch.autograd.grad(g.square().sum(), x)[0].isfinite().all()
+
+
+@both_rules
 def test_the_formula_runs_once_per_call(rules):
     calls = []
 

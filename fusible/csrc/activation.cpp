@@ -57,9 +57,8 @@ static constexpr Steps<A> kSteps[kActivations] = {
 template <class T>
 static void forward(const ActivationForward& a, int64_t begin, int64_t end) {
   using A = wide<T>;
-  alignas(64) A x_tile[kTile], pre_tile[kTile], bias_tile[kTile];
+  alignas(64) A x_tile[kTile], pre_tile[kTile], y_tile[kTile], bias_tile[kTile];
   alignas(64) T rounded_tile[kTile];
-  Result<T> result(a.streamed);
   const auto value = kSteps<A>[a.which].value;
   const int64_t w = a.width;
   const bool dense = a.x_stride == w, group = grouped(w, dense);
@@ -76,8 +75,10 @@ static void forward(const ActivationForward& a, int64_t begin, int64_t end) {
       finish(out, n, pre);
       x = row<T>(out, n, x_tile);  // rounded as it is stored, which is what backward will see
     }
-    value(n, x, result.at(static_cast<T*>(a.y) + r * w + c));
-    result.finish(n);
+    T* out = static_cast<T*>(a.y) + r * w + c;
+    A* y = place(out, y_tile);
+    value(n, x, y);
+    finish(out, n, y);
   });
 }
 
@@ -85,8 +86,7 @@ static void forward(const ActivationForward& a, int64_t begin, int64_t end) {
 template <class T>
 static void backward(const ActivationBackward& a, int64_t begin, int64_t end, void* sums) {
   using A = wide<T>;
-  alignas(64) A dy_tile[kTile], record_tile[kTile], sum_tile[kTile];
-  Result<T> dx_result(a.streamed), y_result(a.streamed);
+  alignas(64) A dy_tile[kTile], record_tile[kTile], dx_tile[kTile], y_tile[kTile], sum_tile[kTile];
   const Steps<A>& steps = kSteps<A>[a.which];
   const int64_t w = a.width;
   const bool dense = a.dy_stride == w && a.record_stride == w, group = grouped(w, dense);
@@ -96,10 +96,13 @@ static void backward(const ActivationBackward& a, int64_t begin, int64_t end, vo
   for_tiles(begin, end, w, dense, [&](int64_t r, int64_t c, int64_t n) {
     const A* dy = row(static_cast<const T*>(a.dy) + r * a.dy_stride + c, n, dy_tile);
     const A* record = row(static_cast<const T*>(a.record) + r * a.record_stride + c, n, record_tile);
-    A* dx = dx_result.at(static_cast<T*>(a.dx) + r * w + c);
+    T* out = static_cast<T*>(a.dx) + r * w + c;
+    A* dx = place(out, dx_tile);
     if (a.y) {
-      steps.both(n, dy, record, dx, y_result.at(static_cast<T*>(a.y) + r * w + c));
-      y_result.finish(n);
+      T* y_out = static_cast<T*>(a.y) + r * w + c;
+      A* y = place(y_out, y_tile);
+      steps.both(n, dy, record, dx, y);
+      finish(y_out, n, y);
     } else {
       steps.gradient(n, dy, record, dx);
     }
@@ -108,7 +111,7 @@ static void backward(const ActivationBackward& a, int64_t begin, int64_t end, vo
 #pragma omp simd
       for (int64_t i = 0; i < n; ++i) sum[i] += dx[i];
     }
-    dx_result.finish(n);
+    finish(out, n, dx);
   });
   if (total && group) fold(sum_tile, w, total);
 }

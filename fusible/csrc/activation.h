@@ -14,7 +14,6 @@ struct ActivationForward {
   void* pre;         // [n, w], x + bias, or null; may be x
   void* y;           // [n, w]; may be x if pre is null
   int64_t width;
-  bool streamed;     // y is written past the caches
 };
 
 struct ActivationBackward {
@@ -26,5 +25,4 @@ struct ActivationBackward {
   void* dx;            // [n, w]
   void* y;             // [n, w], the output computed again, or null; not for Sigmoid and Tanh
   int64_t width;
-  bool streamed;       // dx and y are written past the caches
 };

@@ -16,7 +16,6 @@ void run_forward(const Tensor& x, const Maybe& bias, Tensor* pre, Tensor& y, int
   ActivationForward a{};
   a.which = which, a.x = in.data, a.x_stride = in.stride, a.bias = data(b), a.width = in.w;
   a.pre = pre ? pre->mutable_data_ptr() : nullptr, a.y = y.mutable_data_ptr();
-  a.streamed = a.y != a.x && streamed(y);
   const auto loop = loops().activation_forward[storage(dtype)];
   for_rows(in.n, in.w, [&](int64_t begin, int64_t end) { loop(a, begin, end); });
 }
@@ -25,7 +24,6 @@ ActivationBackward backward_of(const Rows& dy, const Rows& record, Tensor& dx, T
   ActivationBackward a{};
   a.which = which, a.dy = dy.data, a.dy_stride = dy.stride, a.record = record.data, a.record_stride = record.stride;
   a.dx = dx.mutable_data_ptr(), a.y = y ? y->mutable_data_ptr() : nullptr, a.width = dy.w;
-  a.streamed = streamed(dx);
   return a;
 }
 

@@ -10,9 +10,8 @@ namespace FUSIBLE_ISA {
 template <class T>
 static void loop(const Dropout& d, int64_t begin, int64_t end) {
   using A = wide<T>;
-  alignas(64) A x_tile[kTile], residual_tile[kTile];
+  alignas(64) A x_tile[kTile], residual_tile[kTile], y_tile[kTile];
   alignas(64) uint32_t word_tile[kTile + 2 * philox::kElements];
-  Result<T> result(d.streamed);
   const int64_t w = d.width;
   const A scale = A(d.scale);
   const uint32_t threshold = d.threshold;
@@ -20,7 +19,8 @@ static void loop(const Dropout& d, int64_t begin, int64_t end) {
   for_tiles(begin, end, w, dense, [&](int64_t r, int64_t c, int64_t n) {
     const A* x = row(static_cast<const T*>(d.x) + r * d.x_stride + c, n, x_tile);
     const uint32_t* word = random_words(d.seed, r * w + c, n, word_tile);
-    A* y = result.at(static_cast<T*>(d.y) + r * w + c);
+    T* out = static_cast<T*>(d.y) + r * w + c;
+    A* y = place(out, y_tile);
     if (d.residual) {
       const A* residual = row(static_cast<const T*>(d.residual) + r * d.residual_stride + c, n, residual_tile);
 #pragma omp simd
@@ -29,7 +29,7 @@ static void loop(const Dropout& d, int64_t begin, int64_t end) {
 #pragma omp simd
       for (int64_t i = 0; i < n; ++i) y[i] = x[i] * (word[i] < threshold ? A(0) : scale);
     }
-    result.finish(n);
+    finish(out, n, y);
   });
 }
 

@@ -17,5 +17,4 @@ struct Dropout {
   int64_t residual_stride;
   void* y;               // [n, w]
   int64_t width;
-  bool streamed;         // y is written past the caches
 };

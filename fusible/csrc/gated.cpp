@@ -165,8 +165,7 @@ static const wide<T>* biased(const T* x, int64_t n, const wide<T>* bias, T* pre,
 template <class T>
 static void forward(const GatedForward& g, int64_t begin, int64_t end) {
   using A = wide<T>;
-  alignas(64) A x_tile[2 * kTile], sum_tile[2 * kTile], a_tile[kTile], b_tile[kTile];
-  Result<T> result(g.streamed);
+  alignas(64) A x_tile[2 * kTile], sum_tile[2 * kTile], a_tile[kTile], b_tile[kTile], y_tile[kTile];
   GatedShape s = g.shape;
   const int64_t h = s.half;
   const auto value = kSteps<A>[s.which].value;
@@ -179,14 +178,16 @@ static void forward(const GatedForward& g, int64_t begin, int64_t end) {
       auto at = [&](int64_t i, int64_t count, A* tile, A* tile2) {
         return biased(x + i, count, bias ? bias + i : nullptr, pre ? pre + i : nullptr, tile, tile2);
       };
+      T* out = static_cast<T*>(g.y) + r * h + c;
+      A* y = place(out, y_tile);
       const A *a = a_tile, *b = b_tile;
       if (is_short(s)) {
         take_apart(at(gate, 2 * n, x_tile, sum_tile), n, s.block, s.gate_first ? a_tile : b_tile, s.gate_first ? b_tile : a_tile);
       } else {
         a = at(gate, n, x_tile, sum_tile), b = at(other, n, x_tile + kTile, sum_tile + kTile);
       }
-      value(n, a, b, result.at(static_cast<T*>(g.y) + r * h + c), s.options);
-      result.finish(n);
+      value(n, a, b, y, s.options);
+      finish(out, n, y);
     });
   }
 }
@@ -196,8 +197,7 @@ template <class T>
 static void backward(const GatedBackward& g, int64_t begin, int64_t end, void* sums) {
   using A = wide<T>;
   alignas(64) A x_tile[2 * kTile], dx_tile[2 * kTile], a_tile[kTile], b_tile[kTile], da_tile[kTile], db_tile[kTile];
-  alignas(64) A dy_tile[kTile];
-  Result<T> da_result(g.streamed), db_result(g.streamed), y_result(g.streamed);
+  alignas(64) A dy_tile[kTile], y_tile[kTile];
   GatedShape s = g.shape;
   const int64_t h = s.half;
   const auto partials = kSteps<A>[s.which].partials;
@@ -213,7 +213,8 @@ static void backward(const GatedBackward& g, int64_t begin, int64_t end, void* s
     T* dx = static_cast<T*>(g.dx) + r * 2 * h;
     for_outputs(s, [&](int64_t c, int64_t gate, int64_t other, int64_t n) {
       const A* dy = row(static_cast<const T*>(g.dy) + r * g.dy_stride + c, n, dy_tile);
-      A* y = g.y ? y_result.at(static_cast<T*>(g.y) + r * h + c) : nullptr;
+      T* y_out = g.y ? static_cast<T*>(g.y) + r * h + c : nullptr;
+      A* y = y_out ? place(y_out, y_tile) : nullptr;
       if (is_short(s)) {
         const bool first = s.gate_first;
         take_apart(row(x + gate, 2 * n, x_tile), n, s.block, first ? a_tile : b_tile, first ? b_tile : a_tile);
@@ -223,12 +224,12 @@ static void backward(const GatedBackward& g, int64_t begin, int64_t end, void* s
         add(both, gate, 2 * n);
         finish(dx + gate, 2 * n, both);
       } else {
-        A *da = da_result.at(dx + gate), *db = db_result.at(dx + other);
+        A *da = place(dx + gate, da_tile), *db = place(dx + other, db_tile);
         partials(n, dy, row(x + gate, n, a_tile), row(x + other, n, b_tile), da, db, y, s.options);
         add(da, gate, n), add(db, other, n);
-        da_result.finish(n), db_result.finish(n);
+        finish(dx + gate, n, da), finish(dx + other, n, db);
       }
-      if (y) y_result.finish(n);
+      if (y) finish(y_out, n, y);
     });
   }
 }

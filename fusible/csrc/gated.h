@@ -21,7 +21,6 @@ struct GatedForward {
   const void* bias;  // [2h] in arithmetic form, or null
   void* pre;         // [n, 2h], x + bias if there is a bias; may be x
   void* y;           // [n, h]
-  bool streamed;     // y is written past the caches
 };
 
 struct GatedBackward {
@@ -32,5 +31,4 @@ struct GatedBackward {
   int64_t x_stride;
   void* dx;          // [n, 2h]
   void* y;           // [n, h], the output computed again, or null
-  bool streamed;     // dx and y are written past the caches, dx unless its blocks are short
 };

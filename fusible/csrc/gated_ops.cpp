@@ -30,7 +30,7 @@ Tensor run_forward(const Tensor& x, const Maybe& bias, Tensor* pre, const GatedS
   Tensor y = empty_half(x);
   GatedForward g{};
   g.shape = shape, g.x = in.data, g.x_stride = in.stride, g.bias = data(b);
-  g.pre = pre ? pre->mutable_data_ptr() : nullptr, g.y = y.mutable_data_ptr(), g.streamed = streamed(y);
+  g.pre = pre ? pre->mutable_data_ptr() : nullptr, g.y = y.mutable_data_ptr();
   const auto loop = loops().gated_forward[storage(dtype)];
   for_rows(in.n, in.w, [&](int64_t begin, int64_t end) { loop(g, begin, end); });
   return y;
@@ -39,7 +39,7 @@ Tensor run_forward(const Tensor& x, const Maybe& bias, Tensor* pre, const GatedS
 GatedBackward backward_of(const Rows& dy, const Rows& x, Tensor& dx, Tensor* y, const GatedShape& shape) {
   GatedBackward g{};
   g.shape = shape, g.dy = dy.data, g.dy_stride = dy.stride, g.x = x.data, g.x_stride = x.stride;
-  g.dx = dx.mutable_data_ptr(), g.y = y ? y->mutable_data_ptr() : nullptr, g.streamed = streamed(dx);
+  g.dx = dx.mutable_data_ptr(), g.y = y ? y->mutable_data_ptr() : nullptr;
   return g;
 }
 

@@ -49,14 +49,6 @@ Tensor sum_of_rows(int64_t n, int64_t w, int64_t block, ScalarType arithmetic, S
                                           : sum_of_rows<float>(n, w, block, dtype, loop);
 }
 
-// Results of at least this many bytes are written past the caches: they would push out everything and not stay either.
-inline int64_t& stream_from() {
-  static int64_t bytes = int64_t(32) << 20;
-  return bytes;
-}
-inline int64_t element_size(ScalarType dtype) { return dtype == ScalarType::Double ? 8 : dtype == ScalarType::Float ? 4 : 2; }
-inline bool streamed(const Tensor& result) { return result.numel() * element_size(result.scalar_type()) >= stream_from(); }
-
 // Runs `loop(begin, end)` over n rows; in this thread where starting others costs more than it brings.
 template <class F>
 void for_rows(int64_t n, int64_t w, const F& loop) {

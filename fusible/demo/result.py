@@ -11,7 +11,7 @@ from fusible.demo.worker import Step
 
 __all__ = ["AGREE", "Result", "Run"]
 
-#: Two float32 trainings that round differently drift apart; this many nats per character is still the same curve.
+#: In nats per character: above rounding, which training may amplify, and below what a wrong gradient would do.
 AGREE = 0.05
 
 
