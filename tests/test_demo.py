@@ -102,6 +102,8 @@ class Terminal:
 
     def __init__(self, command: list[str]) -> None:
         ours, theirs = os.openpty()
+        # A shell that runs the tests in the background has it ignored, and children inherit that.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         self.screen = ""
         self.ours = ours
         self.process = subprocess.Popen(
