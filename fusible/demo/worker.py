@@ -76,25 +76,23 @@ class Worker:
 
     def prepare(self, config: Config, text: str) -> None:
         """Returns when the process has warmed up and is ready for its first step."""
-        self.connection.send((config, text))
-        self._answer()
+        self._ask((config, text))
 
     def step(self) -> Step:
         """Trains for one step."""
-        self.connection.send("step")
-        answer = self._answer()
+        answer = self._ask("step")
         assert isinstance(answer, Step)
         return answer
 
     def finish(self, weights: Path | None) -> Finished:
         """Ends the training, saves its weights, and returns what was measured."""
-        self.connection.send(weights)
-        answer = self._answer()
+        answer = self._ask(weights)
         assert isinstance(answer, Finished)
         return answer
 
-    def _answer(self) -> object:
+    def _ask(self, request: object) -> object:
         try:
+            self.connection.send(request)
             answer = self.connection.recv()
         except (EOFError, ConnectionError):
             self.process.join()
