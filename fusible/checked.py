@@ -75,7 +75,9 @@ def _check_record(step: Step, name: str, node: Any, record: Any, args: tuple) ->
     if type(record) is not kind:
         raise TypeError(f"{step}: {whose} must be {kind.__qualname__}, got {type(record).__qualname__}")
     assert isinstance(record, Saved)
-    parameters = [arg for arg in args if isinstance(arg, torch.nn.Parameter)]
+    first = 1 + step.rule.num_extras if step.rule else len(step.nodes[0].ins)
+    taken = args[:first]  # a parameter may be an input as well
+    parameters = [arg for arg in args[first:] if arg is not None and not any(arg is tensor for tensor in taken)]
     for field, value in zip(kind.fields, record, strict=True):
         if any(value is parameter for parameter in parameters):
             raise TypeError(f"{step}: {kind.__qualname__}.{field} holds a parameter; backward gets it as an argument")
@@ -94,11 +96,14 @@ def check_memory(
     nodes = [node for node in plan.nodes if plan.kept.get(plan.index(node))]
     for place, record in enumerate(recs):
         took, made = known.get(place, ((), ()))
-        peers = [t for at, t in enumerate(inputs) if at not in took] + [
+        own = [*[inputs[at] for at in took], *[outs[at] for at in made]]
+        others = [t for at, t in enumerate(inputs) if at not in took] + [
             t for at, t in enumerate(outs) if at not in made
         ]
         for field, value in zip(type(record).fields, record, strict=False):  # behind a graph come its tensors
-            if isinstance(value, torch.Tensor) and any(shares_memory(value, peer) for peer in peers):
+            if not isinstance(value, torch.Tensor) or any(shares_memory(value, tensor) for tensor in own):
+                continue  # what it takes or makes is watched, whatever else is in that memory
+            if any(shares_memory(value, tensor) for tensor in others):
                 raise TypeError(
                     f"{nodes[place]}: its record's {field} shares memory with an input or output of the block that it "
                     f"neither takes nor makes; keep what the op takes or makes, or a copy"

@@ -32,7 +32,7 @@ class Executable:
         self.forward = forward_function(plan, want_records=self.trains)
         self.wanted = [place for place, value in enumerate(plan.inputs) if value in plan.wanted]
         self.read = [plan.inputs.index(value) for value in plan.read]
-        self.fixed = [(node.op, name) for node in plan.nodes for name in type(node.op).fixed]
+        self.fixed = [source for node in plan.nodes for source in node.op.option_sources()]
         self.shapes: set[tuple] = set()
         self.checked = False
         self.backwards: dict[tuple[bool, ...], list] = {}
@@ -117,7 +117,7 @@ class Executable:
 
     def options(self) -> list[Any]:
         """The options that forward reads, which backward must find as they were."""
-        return [getattr(op, name) for op, name in self.fixed]
+        return [attributes.get(name) for attributes, name in self.fixed]
 
     def holds_tensors(self, recs: Sequence[Any]) -> bool:
         """Whether there is anything in these records to free."""

@@ -91,11 +91,13 @@ _apply = _torch.direct_apply(Fused)
 
 
 def _raise_changed(executable: Executable, were: Sequence[Any]) -> None:
-    for (op, name), now, was in zip(executable.fixed, executable.options(), were, strict=True):
+    owners = [node for node in executable.plan.nodes for _ in node.op.option_sources()]
+    options = zip(owners, executable.fixed, executable.options(), were, strict=True)
+    for node, (_, name), now, was in options:
         if now != was:
             raise RuntimeError(
-                f"fusible: {name} of {type(op).__name__} was {was!r} in forward and is {now!r} now, in backward, which "
-                f"needs it as it was; change it between a backward and the next forward"
+                f"{node}: {name} was {was!r} in forward and is {now!r} now, in backward, which needs it as it was; "
+                f"change it between a backward and the next forward"
             )
 
 

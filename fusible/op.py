@@ -284,6 +284,10 @@ class Op(torch.nn.Module):
         """Where each parameter argument is read at each call: (a module's `_parameters`, name)."""
         return [(self._parameters, name) for name in self.signature.params]
 
+    def option_sources(self) -> list[tuple[dict[str, Any], str]]:
+        """Where each of `fixed` is read at each call: (a module's attributes, name)."""
+        return [(self.__dict__, name) for name in type(self).fixed]
+
     def extra_input_names(self) -> tuple[str | None, ...]:
         """Name of the channel that each extra input reads; `None` for one that the caller passes by position."""
         return (None,) * self.num_extra_inputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -148,12 +149,15 @@ def test_first_called_without_gradients_then_trained(case, rules):
     """Nothing cached under `inference_mode` or `no_grad` is met again."""
     pair = Pair(case, rules)
     for mode in (torch.inference_mode, torch.no_grad):
-        with mode():
-            pair.block(*[values(p) for p in range(1 + pair.spec.extras)])
-        runs = [pair.run("leaf", set(), twin) for twin in (False, True)]
-        for run in runs:
-            run.backward(run.loss())
-        same(*[run.grads() for run in runs])
+        given = [values(place).requires_grad_() for place in range(1 + pair.spec.extras)]
+        for _ in range(2):
+            with mode():
+                outs = tuple_of(pair.block(*given))
+            assert not any(out.requires_grad for out in outs)
+            runs = [pair.run("leaf", set(), twin) for twin in (False, True)]
+            for run in runs:
+                run.backward(run.loss())
+            same(*[run.grads() for run in runs])
 
 
 @both_rules
@@ -223,7 +227,7 @@ def test_options_changed_between_forward_and_backward(op, twice, rules):
 
     want = gradient(False)
     if op in FIXED:
-        with pytest.raises(RuntimeError, match=f"{FIXED[op][0]} of .* was .* in forward and is"):
+        with pytest.raises(RuntimeError, match=rf"\(op 1\): {FIXED[op][0]} was .* in forward and is"):
             gradient(True)
     else:
         same(gradient(True), want)
@@ -294,6 +298,63 @@ def test_backward_under_autocast_is_the_forwards(case, rules):
             found.append(torch.autograd.grad(loss, [x, *block.parameters()]))
     for plain, under in zip(*found, strict=True):
         assert torch.equal(plain, under)
+
+
+RELATED = {"the same": lambda x: x, "made of it": lambda x: x * 2, "a view of it": lambda x: x.flip(0).flip(0)[:]}
+
+
+@both_rules
+@pytest.mark.parametrize("relation", RELATED)
+@pytest.mark.parametrize("case", ["extra in", "pre-norm"])
+def test_inputs_that_depend_on_each_other(case, relation, rules):
+    """Each input's gradient is its own part; autograd adds them up where they meet, in both orders of derivative."""
+    results = []
+    for module in CASES[case].make(RULES[rules]):
+        x = values(0).requires_grad_()
+        for h in (x, x * 1):
+            outs = tuple_of(module(h, RELATED[relation](h)))
+            (g,) = torch.autograd.grad([out.pow(3).sum() for out in outs], x, create_graph=True)
+            results.append([g.detach(), torch.autograd.grad(g.square().sum(), x)[0]])
+    for mine, theirs in zip(results[:2], results[2:], strict=True):
+        same(mine, theirs)
+
+
+@both_rules
+@pytest.mark.parametrize("case", [case for case in CASES if not CASES[case].extras and case != "dropout"])
+def test_a_parameter_as_input(case, rules):
+    """A learned input, or a weight of the block's own: as any other tensor."""
+    block, twin = CASES[case].make(RULES[rules])
+    learned = torch.nn.Parameter(values(0))
+    results = []
+    for module in (block, twin):
+        leaves = [learned, *module.parameters()]
+        squares = [p for p in module.parameters() if p.shape == (8, 8)]
+        found = []
+        for x in (learned, *(squares[:1] if "reshape" not in case else [])):
+            outs = tuple_of(module(x))
+            grads = torch.autograd.grad(
+                [out.pow(2).sum() for out in outs], leaves, create_graph=True, allow_unused=True
+            )
+            total = sum((t * t).sum() for t in (*grads, *leaves) if t is not None)
+            found += [g if g is None else g.detach() for g in grads]
+            found += torch.autograd.grad(total, leaves)
+        results.append(found)
+    same(*results)
+
+
+@both_rules
+def test_one_weight_in_two_ops(rules):
+    results = []
+    for make in (functools.partial(fusible.Sequential, rules=RULES[rules]), torch.nn.Sequential):
+        torch.manual_seed(3)
+        modules = [torch.nn.Linear(8, 8, bias=False), torch.nn.Tanh(), torch.nn.Linear(8, 8, bias=False)]
+        modules[2].weight = modules[0].weight
+        block = make(*modules).double()
+        block = make(*block, block[1], block[0])
+        weight, x = block[0].weight, values(0).requires_grad_()
+        (g,) = torch.autograd.grad(block(x).square().sum(), weight, create_graph=True)
+        results.append([g.detach(), *torch.autograd.grad(g.square().sum(), [weight, x])])
+    same(*results)
 
 
 @both_rules

@@ -24,7 +24,6 @@ class GatedMLP(Op):
 
     aliases = False
     grad_aliases = False
-    fixed = ("act_options",)
 
     class Saved(Saved):
         x: Tensor
@@ -33,10 +32,8 @@ class GatedMLP(Op):
         super().__init__()
         self.borrowed = (up, act, down)  # a tuple, so that they do not become submodules
 
-    @property
-    def act_options(self) -> tuple[Any, ...]:
-        act = self.borrowed[1]
-        return tuple(getattr(act, name) for name in type(act).fixed)
+    def option_sources(self) -> list[tuple[dict[str, Any], str]]:
+        return self.borrowed[1].option_sources()
 
     def sources(self) -> list[tuple[dict[str, Any], str]]:
         up, _, down = self.borrowed
