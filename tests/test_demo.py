@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -203,6 +204,25 @@ def test_a_training_that_fails_or_dies_is_one_line():
             worker.prepare(TINY, "abc " * 100)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
+def test_ctrl_c_never_reaches_a_training_process():
+    """In a new process: what multiprocessing starts along with a first worker must not lift the protection."""
+    code = """
+        import os, signal
+        from fusible.demo.config import Config
+        from fusible.demo.worker import Worker
+        with Worker("torch.nn") as worker:
+            os.kill(worker.process.pid, signal.SIGINT)
+            worker.prepare(Config(steps=1, width=8, layers=1, heads=1), "abc " * 100)
+            os.kill(worker.process.pid, signal.SIGINT)
+            print("loss", worker.step().loss)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    process = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
+    assert process.stderr == ""
+    assert re.fullmatch(r"loss \d\.\d+\n", process.stdout)
+
+
 @pytest.mark.quick
 def test_both_variants_have_the_same_keys_weights_and_losses():
     tokens = torch.arange(1000) % 7
@@ -293,6 +313,7 @@ def test_the_largest_difference_of_the_common_steps(plain, fused, largest, step,
 @pytest.mark.quick
 def test_a_peak_that_nobody_knows_is_not_made_up():
     made = result([1.0, 1.0], [1.0, 1.0])
+    made.fused.steps = [Step(1.0, 0.25)] * 2
     made.plain.peak = 2**20
     console = Console(file=io.StringIO(), width=100)
     report.show_table(console, made)
@@ -300,8 +321,8 @@ def test_a_peak_that_nobody_knows_is_not_made_up():
         line.split("  ")[1].strip(): line.split()[-3:] for line in console.file.getvalue().splitlines() if "  " in line
     }
     assert rows["peak memory, MiB"] == ["1.0", "n/a", "n/a"]
-    assert rows["tokens/s"] == ["20", "20", "1.00"]
-    assert rows["seconds"] == ["1.0", "1.0", "1.00"]
+    assert rows["tokens/s"] == ["20", "40", "2.00"]
+    assert rows["seconds"] == ["1.0", "0.5", "0.50"]
 
 
 @pytest.mark.quick

@@ -1,6 +1,7 @@
 """What README and docs say is true: their code runs, the output that they show is the real one, links lead somewhere.
 
-A ```python block is run, in one namespace per file, in order. If the next block is a ```text one, it printed that.
+A ```python block is run, in one namespace per file, in order, with torch's kernels, which every machine has. If the next
+block is a ```text one, it printed that.
 
     python tests/test_docs.py        # writes the real outputs into the ```text blocks, to be read before they are kept
 """
@@ -20,7 +21,7 @@ import pytest
 import torch
 from test_structure import MAY_IMPORT
 
-from fusible import ops, rules
+from fusible import kernels, ops, rules
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -61,7 +62,7 @@ def run_page(path: pathlib.Path):
             continue
         code = compile("\n" * (block.line - 1) + block.text, str(path), "exec")
         printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
+        with contextlib.redirect_stdout(printed), kernels.use("reference"):
             exec(code, space)
         yield block, printed.getvalue(), shown_output(blocks, place)
 

@@ -42,8 +42,9 @@ static constexpr Steps<A> steps() {
           [](int64_t n, const A* dy, const A* x, A* dx, A* y) {
 #pragma omp simd
             for (int64_t i = 0; i < n; ++i) {
-              dx[i] = F::gradient(dy[i], x[i]);
-              y[i] = F::value(x[i]);
+              const A d = dy[i], v = x[i];  // read once, so that both can share what they compute
+              dx[i] = F::gradient(d, v);
+              y[i] = F::value(v);
             }
           }};
 }

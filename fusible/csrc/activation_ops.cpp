@@ -10,9 +10,11 @@ using Maybe = std::optional<Tensor>;
 namespace {
 
 void run_forward(const Tensor& x, const Maybe& bias, Tensor* pre, Tensor& y, int64_t which) {
+  STD_TORCH_CHECK(!bias || bias->numel() == x.size(x.dim() - 1),
+                  "fusible: the bias must have an element for each of a row's");
   const ScalarType dtype = x.scalar_type();
   const Rows in = bias ? rows(x) : elements(x);
-  const Maybe b = gain(bias, wide(dtype), false);
+  const Maybe b = bias_of(bias, dtype);
   ActivationForward a{};
   a.which = which, a.x = in.data, a.x_stride = in.stride, a.bias = data(b), a.width = in.w;
   a.pre = pre ? pre->mutable_data_ptr() : nullptr, a.y = y.mutable_data_ptr();
@@ -28,6 +30,7 @@ ActivationBackward backward_of(const Rows& dy, const Rows& record, Tensor& dx, T
 }
 
 void run_backward(const Tensor& dy, const Tensor& record, Tensor& dx, Tensor* y, int64_t which) {
+  check_same(dy, record, record.numel(), "dy");
   const bool flat = dy.is_contiguous() && record.is_contiguous();
   const Rows d = flat ? elements(dy) : rows(dy), r = flat ? elements(record) : rows(record);
   const ActivationBackward a = backward_of(d, r, dx, y, which);
@@ -73,6 +76,7 @@ Tensor bias_act_(Tensor x, Tensor bias, int64_t which) {
 void bias_act_forget_(Tensor x, Tensor bias, int64_t which) { run_forward(x, bias, nullptr, x, which); }
 
 std::tuple<Tensor, Tensor> dact_dbias(Tensor dy, Tensor record, int64_t which, ScalarType dtype) {
+  check_same(dy, record, record.numel(), "dy");
   Tensor dx = empty(record);
   const Rows d = rows(dy), r = rows(record);
   const ActivationBackward a = backward_of(d, r, dx, nullptr, which);

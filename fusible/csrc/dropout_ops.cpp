@@ -10,6 +10,8 @@ using Maybe = std::optional<Tensor>;
 namespace {
 
 Tensor run(const Tensor& x, const Maybe& residual, const Tensor& seed, double scale) {
+  STD_TORCH_CHECK(seed.scalar_type() == ScalarType::Long && seed.numel() == 2, "fusible: a seed is two integers of int64");
+  if (residual) check_same(*residual, x, x.numel(), "the residual");
   const ScalarType dtype = x.scalar_type();
   const bool flat = x.is_contiguous() && (!residual || residual->is_contiguous());
   const Rows in = flat ? elements(x) : rows(x), other = !residual ? in : flat ? elements(*residual) : rows(*residual);

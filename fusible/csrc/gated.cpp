@@ -182,7 +182,8 @@ static void forward(const GatedForward& g, int64_t begin, int64_t end) {
       A* y = place(out, y_tile);
       const A *a = a_tile, *b = b_tile;
       if (is_short(s)) {
-        take_apart(at(gate, 2 * n, x_tile, sum_tile), n, s.block, s.gate_first ? a_tile : b_tile, s.gate_first ? b_tile : a_tile);
+        const A* pairs = at(gate, 2 * n, x_tile, sum_tile);
+        take_apart(pairs, n, s.block, s.gate_first ? a_tile : b_tile, s.gate_first ? b_tile : a_tile);
       } else {
         a = at(gate, n, x_tile, sum_tile), b = at(other, n, x_tile + kTile, sum_tile + kTile);
       }

@@ -13,7 +13,8 @@ namespace {
 GatedShape shape_of(
     const Tensor& x, int64_t which, bool gate_first, int64_t block, double option1, double option2, double option3) {
   const int64_t width = x.size(x.dim() - 1);
-  STD_TORCH_CHECK(width % (block ? 2 * block : 2) == 0, "fusible: x's last dimension cannot be split in two, it is ", width);
+  STD_TORCH_CHECK(width % (block ? 2 * block : 2) == 0, "fusible: x's last dimension cannot be split in two, it is ",
+                  width);
   return {which, {option1, option2, option3}, width / 2, block ? block : width / 2, gate_first};
 }
 
@@ -24,9 +25,10 @@ Tensor empty_half(const Tensor& x) {
 }
 
 Tensor run_forward(const Tensor& x, const Maybe& bias, Tensor* pre, const GatedShape& shape) {
+  STD_TORCH_CHECK(!bias || bias->numel() == 2 * shape.half, "fusible: the bias must have an element for each of a row's");
   const ScalarType dtype = x.scalar_type();
   const Rows in = rows(x);
-  const Maybe b = gain(bias, wide(dtype), false);
+  const Maybe b = bias_of(bias, dtype);
   Tensor y = empty_half(x);
   GatedForward g{};
   g.shape = shape, g.x = in.data, g.x_stride = in.stride, g.bias = data(b);
@@ -44,6 +46,7 @@ GatedBackward backward_of(const Rows& dy, const Rows& x, Tensor& dx, Tensor* y, 
 }
 
 Tensor run_backward(const Tensor& dy, const Tensor& x, Tensor* y, const GatedShape& shape) {
+  check_same(dy, x, x.numel() / 2, "dy");
   Tensor dx = empty(x);
   const Rows d = rows(dy), in = rows(x);
   const GatedBackward g = backward_of(d, in, dx, y, shape);
@@ -85,6 +88,7 @@ std::tuple<Tensor, Tensor> dgated_recompute(
 std::tuple<Tensor, Tensor> dgated_dbias(
     Tensor dy, Tensor x, int64_t which, bool gate_first, int64_t block, double option1, double option2, double option3,
     ScalarType dtype) {
+  check_same(dy, x, x.numel() / 2, "dy");
   Tensor dx = empty(x);
   const Rows d = rows(dy), in = rows(x);
   const GatedBackward g =
@@ -97,19 +101,15 @@ std::tuple<Tensor, Tensor> dgated_dbias(
 
 }  // namespace
 
+#define FUSIBLE_SHAPE "int which, bool gate_first, int block, float option1, float option2, float option3"
+
 STABLE_TORCH_LIBRARY_FRAGMENT(fusible, m) {
-  m.def("gated(Tensor x, int which, bool gate_first, int block, float option1, float option2, float option3) -> Tensor");
-  m.def(
-      "bias_gated(Tensor x, Tensor bias, int which, bool gate_first, int block, float option1, float option2, float option3) -> (Tensor, Tensor)");
-  m.def(
-      "bias_gated_(Tensor(a!) x, Tensor bias, int which, bool gate_first, int block, float option1, float option2, float option3) -> Tensor");
-  m.def("dgated(Tensor dy, Tensor x, int which, bool gate_first, int block, float option1, float option2, float option3) -> Tensor");
-  m.def(
-      "dgated_recompute(Tensor dy, Tensor x, int which, bool gate_first, int block, float option1, float option2, float option3) -> (Tensor, "
-      "Tensor)");
-  m.def(
-      "dgated_dbias(Tensor dy, Tensor x, int which, bool gate_first, int block, float option1, float option2, float option3, ScalarType dtype) -> "
-      "(Tensor, Tensor)");
+  m.def("gated(Tensor x, " FUSIBLE_SHAPE ") -> Tensor");
+  m.def("bias_gated(Tensor x, Tensor bias, " FUSIBLE_SHAPE ") -> (Tensor, Tensor)");
+  m.def("bias_gated_(Tensor(a!) x, Tensor bias, " FUSIBLE_SHAPE ") -> Tensor");
+  m.def("dgated(Tensor dy, Tensor x, " FUSIBLE_SHAPE ") -> Tensor");
+  m.def("dgated_recompute(Tensor dy, Tensor x, " FUSIBLE_SHAPE ") -> (Tensor, Tensor)");
+  m.def("dgated_dbias(Tensor dy, Tensor x, " FUSIBLE_SHAPE ", ScalarType dtype) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fusible, CPU, m) {

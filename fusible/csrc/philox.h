@@ -91,7 +91,8 @@ inline void make(Seed seed, uint64_t first, uint32_t* out) {
 // `out` has room for n + 2 `philox::kElements`.
 inline const uint32_t* random_words(Seed seed, int64_t first, int64_t n, uint32_t* out) {
   const int64_t begin = first / philox::kElements * philox::kElements;
-  for (int64_t i = begin; i < first + n; i += 4 * philox::Lanes::count) philox::make(seed, uint64_t(i) / 4, out + (i - begin));
+  for (int64_t i = begin; i < first + n; i += 4 * philox::Lanes::count)
+    philox::make(seed, uint64_t(i) / 4, out + (i - begin));
   return out + (first - begin);
 }
 

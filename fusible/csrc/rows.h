@@ -1,9 +1,44 @@
 // Loops over the rows of tensors, in parallel, and sums over them, the same bits for any number of threads.
 #pragma once
 
+#include "convert.h"
 #include "tensors.h"
 
 namespace tensors {
+
+// Memory for the time of a call.
+template <class T>
+class Scratch {
+ public:
+  explicit Scratch(int64_t count) : data_(static_cast<T*>(memory::allocate(size_t(count) * sizeof(T)))) {}
+  ~Scratch() { memory::release(data_); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  T* get() const { return data_; }
+
+ private:
+  T* data_;
+};
+
+// Loops take pointers, so what belongs together must fit.
+inline void check_same(const Tensor& t, const Tensor& x, int64_t numel, const char* what) {
+  STD_TORCH_CHECK(t.scalar_type() == x.scalar_type() && t.numel() == numel, "fusible: ", what,
+                  " must have the dtype of x and ", numel, " elements, but has ", t.numel());
+}
+
+// A bias in arithmetic form, converted here where it has x's dtype: torch's own copy costs more than all the rest of a
+// small call.
+inline std::optional<Tensor> bias_of(const std::optional<Tensor>& bias, ScalarType dtype) {
+  const bool narrow = dtype == ScalarType::BFloat16 || dtype == ScalarType::Half;
+  if (!bias || !narrow || bias->scalar_type() != dtype || !bias->is_contiguous()) return gain(bias, wide(dtype), false);
+  Tensor out = empty(*bias, ScalarType::Float);
+  float* to = static_cast<float*>(out.mutable_data_ptr());
+  if (dtype == ScalarType::Half)
+    FUSIBLE_ISA::load(static_cast<const f16*>(bias->const_data_ptr()), bias->numel(), to);
+  else
+    FUSIBLE_ISA::load(static_cast<const bf16*>(bias->const_data_ptr()), bias->numel(), to);
+  return out;
+}
 
 // As rows of one element where tiles need not end with a row.
 inline Rows elements(const Tensor& t) {
@@ -12,15 +47,15 @@ inline Rows elements(const Tensor& t) {
 }
 
 // The sum over n rows as a tensor [w] of `dtype`; `loop(begin, end, sums)` adds its rows' to `sums`, of type A. Chunks of
-// rows run in parallel. Each is summed in blocks of rows, and those in double, so that errors do not grow with their number.
+// rows run in parallel. Each is summed in blocks of rows, and those in double, so that errors do not grow with their
+// number.
 template <class A, class F>
 Tensor sum_of_rows(int64_t n, int64_t w, int64_t block, ScalarType dtype, const F& loop) {
-  const ScalarType arithmetic = sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float;
   const int64_t chunk = chunk_rows(n, w), chunks = std::max<int64_t>(1, (n + chunk - 1) / chunk);
-  const int64_t sizes[2] = {chunks, w};
-  Tensor totals = empty(sizes, 2, ScalarType::Double), parts = empty(sizes, 2, arithmetic), out = empty(&w, 1, arithmetic);
-  double* total = static_cast<double*>(totals.mutable_data_ptr());
-  A* part = static_cast<A*>(parts.mutable_data_ptr());
+  const Scratch<double> totals(chunks * w);
+  const Scratch<A> parts(chunks * w);
+  double* total = totals.get();
+  A* part = parts.get();
   torch::stable::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t c = begin; c < end; ++c) {
       double* sum = total + c * w;
@@ -36,12 +71,18 @@ Tensor sum_of_rows(int64_t n, int64_t w, int64_t block, ScalarType dtype, const 
   });
   for (int64_t c = 1; c < chunks; ++c)
     for (int64_t i = 0; i < w; ++i) total[i] += total[c * w + i];
-  A* result = static_cast<A*>(out.mutable_data_ptr());
-  for (int64_t i = 0; i < w; ++i) result[i] = A(total[i]);
-  if (dtype == arithmetic) return out;
-  Tensor cast = empty(&w, 1, dtype);
-  torch::stable::copy_(cast, out);
-  return cast;
+  Tensor out = empty(&w, 1, dtype);
+  void* to = out.mutable_data_ptr();
+  auto round = [&](auto* result, auto convert) {
+    for (int64_t i = 0; i < w; ++i) result[i] = convert(A(total[i]));
+  };
+  switch (storage(dtype)) {
+    case kFloat: round(static_cast<float*>(to), [](A v) { return float(v); }); break;
+    case kDouble: round(static_cast<double*>(to), [](A v) { return double(v); }); break;
+    case kBFloat16: round(static_cast<bf16*>(to), [](A v) { return FUSIBLE_ISA::to_bf16(float(v)); }); break;
+    default: round(static_cast<f16*>(to), [](A v) { return FUSIBLE_ISA::to_f16(float(v)); });
+  }
+  return out;
 }
 template <class F>
 Tensor sum_of_rows(int64_t n, int64_t w, int64_t block, ScalarType arithmetic, ScalarType dtype, const F& loop) {

@@ -7,7 +7,7 @@
 
 namespace FUSIBLE_ISA {
 
-constexpr int64_t kTile = 512;
+constexpr int64_t kTile = 256;
 
 // Whether tiles of several rows are taken; their columns then repeat every w elements.
 inline bool grouped(int64_t w, bool dense) { return dense && 2 * w <= kTile; }

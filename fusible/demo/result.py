@@ -12,7 +12,7 @@ from fusible.demo.worker import Step
 __all__ = ["AGREE", "Result", "Run"]
 
 #: In nats per character: above rounding, which training may amplify, and below what a wrong gradient would do.
-AGREE = 0.05
+AGREE = 0.01
 
 
 @dataclass

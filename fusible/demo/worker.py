@@ -120,7 +120,7 @@ def without_interrupts() -> Iterator[None]:
 
 def serve(connection: Connection, variant: str) -> None:
     """The child: trains, one step per request, until asked to finish or until the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for Windows, which cannot hold signals back
     try:
         config, text = connection.recv()
         vocabulary = Vocabulary(text)

@@ -3,8 +3,7 @@
 What a forward kernel returns for the backward one is called mask: the mask itself, of bools, where the torch body ran,
 with the values and the random stream of `torch.nn.functional.dropout`; or the seed, two integers drawn from torch's
 generator, where a backend with a generator of its own ran. The torch body keeps masks since making them again with
-torch's
-operators takes five times as long as drawing them. `dropout_mask` says in torch's operators what a seed means.
+torch's operators takes five times as long as drawing them. `dropout_mask` says in torch's operators what a seed means.
 
 The scale is `1 / (1 - p)`.
 """

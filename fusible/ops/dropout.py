@@ -18,11 +18,10 @@ class Dropout(Op, torch.nn.Dropout):
     """`y = x mask / (1 - p)` in training, `y = x` in evaluation. `torch.nn.Dropout`, as an op; `inplace` has no effect.
 
     An element of the mask is 1 with probability `1 - p`, drawn from torch's generator, so that `torch.manual_seed`
-    repeats it. The
-    values are those of `torch.nn.Dropout` for the same seed only where torch's kernels run; the library's own kernels
-    draw two integers and make the mask of them, again in backward, with the same bits for any number of threads. `p` is
-    read at each call. The record holds the mask, or those integers (none where p is 0 or 1), and the factor. y has x's
-    dtype. Raises `ValueError` on integer or complex x.
+    repeats it. The values are those of `torch.nn.Dropout` for the same seed where torch's kernels run; kernels that
+    keep no mask draw two integers instead and make the mask of them, again in backward, with the same bits for any
+    number of threads. `p` is read at each call. The record holds the mask or those integers (none where p is 0 or 1),
+    and the factor. y has x's dtype. Raises `ValueError` on integer or complex x.
 
     Source: Srivastava et al., "Dropout: A Simple Way to Prevent Neural Networks from Overfitting", 2014.
     """
