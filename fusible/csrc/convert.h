@@ -145,4 +145,20 @@ inline A sum(int64_t n, const F& f) {
   return acc[0];
 }
 
+// Two such sums; f(i, a, b) adds to a and b, and may write what only i depends on.
+template <class A, class F>
+inline void sums(int64_t n, A& first, A& second, const F& f) {
+  constexpr int64_t lanes = 64;
+  A a[lanes] = {}, b[lanes] = {};
+  int64_t i = 0;
+  for (; i + lanes <= n; i += lanes) {
+#pragma omp simd
+    for (int64_t k = 0; k < lanes; ++k) f(i + k, a[k], b[k]);
+  }
+  for (int64_t k = 0; i + k < n; ++k) f(i + k, a[k], b[k]);
+  for (int64_t half = lanes / 2; half > 0; half /= 2)
+    for (int64_t k = 0; k < half; ++k) a[k] += a[k + half], b[k] += b[k + half];
+  first = a[0], second = b[0];
+}
+
 }  // namespace FUSIBLE_ISA

@@ -1,6 +1,7 @@
 // LayerNorm, RMSNorm and L2 normalisation, forward and backward; a residual may be added in before.
 #include "norm.h"
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -8,6 +9,27 @@
 #include "loops.h"
 
 namespace FUSIBLE_ISA {
+
+// The mean, and the sum of squares about it. Both in one pass about a pivot near the mean; in a second pass where the pivot
+// is so far from it that digits cancel.
+template <class A>
+static void moments(const A* x, int64_t w, A& mean, A& square) {
+  const int64_t some = std::min<int64_t>(w, 16);
+  A pivot = 0;
+  for (int64_t i = 0; i < some; ++i) pivot += x[i];
+  pivot /= A(std::max<int64_t>(some, 1));
+  A total, squares;
+  sums<A>(w, total, squares, [&](int64_t i, A& a, A& b) {
+    const A d = x[i] - pivot;
+    a += d, b += d * d;
+  });
+  const A shift = total / A(w), excess = total * shift;
+  mean = pivot + shift;
+  square = squares - excess;
+  if (!(excess <= square)) {  // with NaN too
+    square = sum<A>(w, [&](int64_t i) { return (x[i] - mean) * (x[i] - mean); });
+  }
+}
 
 template <class T>
 static void forward(const NormForward& a, int64_t begin, int64_t end) {
@@ -26,12 +48,13 @@ static void forward(const NormForward& a, int64_t begin, int64_t end) {
       finish(out, w, total);
       x = row<T>(out, w, scratch.data());  // what backward will see, rounded as it is stored
     }
-    A mean = 0;
+    A mean = 0, square = 0;
     if (a.mean) {
-      mean = sum<A>(w, [&](int64_t i) { return x[i]; }) / A(w);
+      moments(x, w, mean, square);
       static_cast<A*>(a.mean)[r] = mean;
+    } else {
+      square = sum<A>(w, [&](int64_t i) { return x[i] * x[i]; });
     }
-    A square = sum<A>(w, [&](int64_t i) { return (x[i] - mean) * (x[i] - mean); });
     A rstd = A(1) / std::sqrt(square * A(a.scale) + A(a.eps));
     static_cast<A*>(a.rstd)[r] = rstd;
     T* out = static_cast<T*>(a.y) + r * w;
@@ -45,6 +68,35 @@ static void forward(const NormForward& a, int64_t begin, int64_t end) {
     }
     finish(out, w, y);
   }
+}
+
+// A row's part of the sums: those over the row, and its addends to those over the rows.
+template <class A>
+struct Row {
+  const A *dy, *x, *gain;
+  A *dgain, *dbias;
+  A mean, rstd;
+  int64_t w;
+};
+template <bool want_gain, bool want_bias, class A>
+static void reduce(const Row<A>& r, A& dot, A& total) {
+  sums<A>(r.w, dot, total, [&](int64_t i, A& a, A& b) {
+    const A d = r.dy[i], h = r.x[i] - r.mean, g = d * r.gain[i];
+    a += g * h, b += g;
+    if constexpr (want_gain) r.dgain[i] += d * (h * r.rstd);
+    if constexpr (want_bias) r.dbias[i] += d;
+  });
+}
+template <class A>
+static void reduce(const Row<A>& r, A& dot, A& total) {
+  if (r.dgain && r.dbias)
+    reduce<true, true>(r, dot, total);
+  else if (r.dgain)
+    reduce<true, false>(r, dot, total);
+  else if (r.dbias)
+    reduce<false, true>(r, dot, total);
+  else
+    reduce<false, false>(r, dot, total);
 }
 
 template <class T>
@@ -66,20 +118,10 @@ static void backward(const NormBackward& a, int64_t begin, int64_t end) {
       const A* x = row(static_cast<const T*>(a.x) + r * a.x_stride, w, scratch.data() + w);
       const A mean = a.mean ? static_cast<const A*>(a.mean)[r] : A(0);
       const A rstd = static_cast<const A*>(a.rstd)[r];
-      if (dgain && dbias) {
-        for (int64_t i = 0; i < w; ++i) {
-          dgain[i] += dy[i] * ((x[i] - mean) * rstd);
-          dbias[i] += dy[i];
-        }
-      } else if (dgain) {
-        for (int64_t i = 0; i < w; ++i) dgain[i] += dy[i] * ((x[i] - mean) * rstd);
-      } else if (dbias) {
-        for (int64_t i = 0; i < w; ++i) dbias[i] += dy[i];
-      }
+      A dot, total;
+      reduce<A>({dy, x, gain, dgain, dbias, mean, rstd, w}, dot, total);
       if (!a.dx) continue;
-      const A dot = sum<A>(w, [&](int64_t i) { return dy[i] * gain[i] * (x[i] - mean); });
-      const A total = a.mean ? sum<A>(w, [&](int64_t i) { return dy[i] * gain[i]; }) : A(0);
-      const A along = dot * rstd * rstd * A(a.scale), shift = total * A(a.scale);
+      const A along = dot * rstd * rstd * A(a.scale), shift = a.mean ? total * A(a.scale) : A(0);
       T* out = static_cast<T*>(a.dx) + r * w;
       A* dx = place(out, scratch.data() + 2 * w);
       if (a.extra) {
