@@ -178,15 +178,14 @@ class _Backward:
         return Function(self.lines, self.names, self.steps)
 
     def step(self, step: Step) -> None:
-        outs = _made(step)
-        here = [value for value in outs if self.parts.get(value)]
-        if not here:
+        outs = [step.nodes[-1].outs[0], *_slot_outputs(step)] if step.rule else step.nodes[0].outs
+        if not any(self.parts.get(value) for value in outs if value is not None):
             return
         if step.rule is not None and not self._covers(step, outs):
             for own in reversed(self.plan.op_by_op[step]):
                 self.step(own)
             return
-        gradients = [self.gradient(value) or "None" for value in outs]
+        gradients = [(value is not None and self.gradient(value)) or "None" for value in outs]
         records_, places = self._records(step)
         call = [*records_, *gradients] if step.rule else [records_[0], *gradients]
         name = f"b{len(self.steps)}"
@@ -199,13 +198,11 @@ class _Backward:
         if places:
             self.lines.append(f"    {' = '.join(f'records[{place}]' for place in places)} = None")
 
-    def _covers(self, step: Step, outs: list[int]) -> bool:
+    def _covers(self, step: Step, outs: Sequence[int | None]) -> bool:
         """Whether every gradient arrives that the rule cannot do without."""
         assert step.rule is not None
-        run = {value for value in outs if self.parts.get(value)}
         optional = step.rule.optional_gradients()
-        wanted = [step.nodes[-1].outs[0], *_slot_outputs(step)]
-        return all(value is None or value in run or may for value, may in zip(wanted, optional, strict=True))
+        return all(value is None or self.parts.get(value) or may for value, may in zip(outs, optional, strict=True))
 
     def gradient(self, value: int) -> str | None:
         """The variable with a value's gradient, its parts added up."""

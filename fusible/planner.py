@@ -170,13 +170,21 @@ class _Builder:
         return reasons
 
     def _backward_refusals(self, step: Step) -> list[str]:
-        """A rule that forgets must apply whichever gradients arrive, since forward has dropped what others would
-        read."""
+        """A rule that forgets must apply whichever gradients arrive, since forward has dropped what others would read.
+
+        Where dy does not arrive the ops run one by one, and those behind the last extra output get no gradient.
+        """
         assert step.rule is not None
-        outputs = [value for node in step.nodes for value in node.outs[1:]]
-        if step.rule.forgets and outputs and not all(step.rule.optional_gradients()):
-            return ["it forgets a record, but some gradient that it wants may not arrive; let that default to None"]
-        return []
+        making = [place for place, node in enumerate(step.nodes) if len(node.outs) > 1]
+        if not step.rule.forgets or not making:
+            return []
+        dy, *extras = step.rule.optional_gradients()
+        forgetful = {slot for slot, _ in step.rule.forgets}
+        slots = zip(step.rule.slots, step.slots, strict=True)
+        reached = any(node in step.nodes[: making[-1] + 1] for slot, node in slots if slot.name in forgetful)
+        if all(extras) and (dy or not reached):
+            return []
+        return ["it forgets a record, but some gradient that it wants may not arrive; let that default to None"]
 
     def _rule_step(self, match: Match, nodes: tuple[Node, ...]) -> Step:
         rule = match.rule

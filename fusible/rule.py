@@ -88,6 +88,12 @@ class Rule:
         self.conditions.append(condition)
         return condition
 
+    def renamed(self, name: str) -> Rule:
+        """The same rule under another name, which may get further conditions. Bind it to that name in its module."""
+        rule = object.__new__(Rule)
+        rule.__dict__.update(self.__dict__, name=name, __name__=name, __qualname__=name, conditions=[*self.conditions])
+        return rule
+
     def refusals(self, ops: Sequence[Op | None], env: Env) -> list[str]:
         """The reasons why the rule declines these ops in this env; none if it applies."""
         return [reason for condition in self.conditions for ok, reason in condition(*ops, env) if not ok]

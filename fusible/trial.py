@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusible.kernels.dropout import same_masks
 from fusible.sequential import Sequential
 from fusible.tolerance import check_kind, coarsest_dtype, compare, require, same
 
 __all__ = ["Trial", "double", "like", "seed"]
 
 SEED = 20
+#: Results nearby that are looked at where plain torch was nearer than the fused result.
+NEARBY = 4
 
 
 class Result:
@@ -66,7 +70,7 @@ class Trial:
         real = dict(zip(self.names(), (*xs, *keywords.values(), *block.parameters()), strict=True))
         before = {name: (t._version, t.detach().clone()) for name, t in real.items()}
         seed()
-        with self.hooks():
+        with self.hooks(), same_masks():
             outs = function(*xs, **keywords)
         outs = outs if isinstance(outs, tuple) else (outs,)
         for place, (out, right) in enumerate(zip(outs, truth.outputs, strict=True) if truth else ()):
@@ -102,18 +106,46 @@ class Trial:
         plain = self.run(self.block, self.block.reference, self.inputs, self.named)
         fused = self.run(self.block, self.block, self.inputs, self.named, plain)
         given = [*self.inputs, *self.named.values(), *self.block.parameters()]
-        coarsest = coarsest_dtype(given)
+        coarsest = coarsest_dtype([*given, *_autocast()])
         exact = plain if coarsest is torch.float64 else self._exact()
-        for (name, a), (_, b), (_, c) in zip(fused.items(), plain.items(), exact.items(), strict=True):
-            compare(f"{what}: {name}", a, b, c, coarsest)
+        near: list[Result] = []
+
+        def nearby(place: int) -> list[Tensor | None]:
+            if not near and exact is not plain:
+                near.extend(self._exact(torch.finfo(coarsest).eps, draw) for draw in range(NEARBY))
+            return [list(result.items())[place][1] for result in near]
+
+        rows = zip(fused.items(), plain.items(), exact.items(), strict=True)
+        for place, ((name, a), (_, b), (_, c)) in enumerate(rows):
+            compare(f"{what}: {name}", a, b, c, coarsest, functools.partial(nearby, place))
         for text in sorted(fused.shared - plain.shared):
             raise AssertionError(f"{what}: {text}")
 
-    def _exact(self) -> Result:
-        """`reference` in float64; parameters that are float64 already stay the ones there."""
+    def _exact(self, noise: float = 0.0, draw: int = 0) -> Result:
+        """`reference` in float64, with each input and parameter moved by up to `noise` of its size.
+
+        Parameters that are float64 already stay the ones there.
+        """
+        generator = torch.Generator().manual_seed(SEED + draw)
+
+        def moved(tensor: Tensor) -> Tensor:
+            if not (noise and tensor.is_floating_point()):
+                return tensor
+            step = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) * 2 - 1
+            return tensor.detach() * (1 + noise * step.to(tensor.device))
+
         block = copy.deepcopy(self.block).double()
-        named = {name: double(t) for name, t in self.named.items()}
-        return self.run(block, block.reference, [double(t) for t in self.inputs], named)
+        with torch.no_grad():
+            for parameter in block.parameters():
+                parameter.copy_(moved(parameter))
+        named = {name: moved(double(t)) for name, t in self.named.items()}
+        return self.run(block, block.reference, [moved(double(t)) for t in self.inputs], named)
+
+
+def _autocast() -> list[Tensor]:
+    """An empty tensor of autocast's dtype, if it is on."""
+    on = torch.is_autocast_enabled("cpu")
+    return [torch.empty(0, dtype=torch.get_autocast_dtype("cpu"))] if on else []
 
 
 @contextlib.contextmanager

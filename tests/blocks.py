@@ -59,6 +59,11 @@ def _dropouts() -> list:
     return [ops.Residual(ops.LayerNorm(8), ops.Linear(8, 8), ops.Dropout(0.5)), ops.Dropout(0.2), ops.Linear(8, 3)]
 
 
+def _post_norm() -> list:
+    """Norms behind the residual, as in the first transformers, with dropout."""
+    return [ops.Residual(ops.Linear(8, 8), ops.Dropout(0.3)), ops.LayerNorm(8), ops.Bias(8), ops.GELU()]
+
+
 def _channels() -> list:
     """One producer, three consumers, one of which gets it through a split."""
     return [
@@ -108,6 +113,7 @@ BLOCKS: dict[str, Callable[[], list]] = {
         _scaled_residual,
         _linear_residual,
         _dropouts,
+        _post_norm,
         _channels,
         _extras,
         _split,

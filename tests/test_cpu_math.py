@@ -6,7 +6,6 @@ numbers of threads, infinities).
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -31,7 +30,6 @@ OPTIONS: dict[str, list[tuple]] = {
     "clamped_swiglu": [(), (0.7, 1.5, 0.5)],
     "situ_glu": [(), (0.5, 2.0)],
 }
-DROPOUT = (dropout, dropout_add, ddropout)
 KEEPS_Y = ("relu", "sigmoid", "tanh")
 dtypes = pytest.mark.parametrize("dtype", library.FLOATS, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
@@ -40,16 +38,6 @@ dtypes = pytest.mark.parametrize("dtype", library.FLOATS, ids=lambda dtype: str(
 def no_small_calls_by_torch(monkeypatch):
     """Small calls that would be torch's are ours too."""
     monkeypatch.setattr(cpu_activation, "_SMALL", {})
-
-
-@pytest.fixture(autouse=True, scope="module")
-def dropout_without_masks():
-    """Registers dropout's bodies, which the package leaves out, and takes them away again."""
-    before = [list(kernel.backends) for kernel in DROPOUT]
-    importlib.import_module("fusible.kernels.cpu.dropout")
-    yield
-    for kernel, backends in zip(DROPOUT, before, strict=True):
-        kernel.backends[:] = backends
 
 
 class Call(NamedTuple):

@@ -1,7 +1,7 @@
 """What README and docs say is true: their code runs, the output that they show is the real one, links lead somewhere.
 
-A ```python block is run, in one namespace per file, in order, with torch's kernels, which every machine has. If the next
-block is a ```text one, it printed that.
+A ```python block is run, in one namespace per file, in order, with torch's kernels, which every machine has. If the
+next block is a ```text one, it printed that.
 
     python tests/test_docs.py        # writes the real outputs into the ```text blocks, to be read before they are kept
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import re
@@ -16,6 +17,7 @@ from torch import Tensor
 
 import fusible
 from fusible import Grads, Op, Out, RuleSet, backward, forward, kernels, ops, reads_for, rewrite, rules, use_rules
+from fusible.kernels import library
 from fusible.ops import GELU, AddExtraInput, BasicLinear, Bias, MakeExtraOutput, ReLU, SiLU
 from fusible.testing import check, check_rule
 
@@ -25,7 +27,7 @@ F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 class Case(NamedTuple):
     """A rule on a chain. It fires, unless `text` is the reason why not.
 
-    `change` is made to the chain in a list; x has 6 features; `grad` is the grad mode.
+    `change` is made to the chain in a list; x has 6 features; `grad` is the grad mode, `backend` the forced one.
     """
 
     rule: str
@@ -35,6 +37,7 @@ class Case(NamedTuple):
     x: torch.dtype = F64
     extras: tuple[torch.dtype, ...] = ()
     grad: bool = True
+    backend: str | None = None
 
 
 class Opaque(Op):
@@ -58,6 +61,35 @@ NARROW_X = "x is torch.float32, the weight torch.float64 and the result torch.fl
 
 def narrow_bias(chain: list) -> None:
     chain[0].bias.data = chain[0].bias.data.float()
+
+
+ONE_PASS = "no kernel here gives gradient and output in one pass; rules.LEAN does it in two"
+TWO_DTYPES = "the extra input is torch.float32, the stream torch.float64: they need one dtype"
+
+
+def recomputed(suffix: str) -> list[Case]:
+    """The cases that a rule of `LEAN` and its twin of `DEFAULT` share."""
+    activation, norm = f"activation_linear_{suffix}", f"norm_linear_{suffix}"
+    gated = (ops.SwiGLU, ops.GEGLU, ops.QGEGLU, ops.ReGLU, ops.SReGLU, ops.GLU, ops.ClampedSwiGLU, ops.SiTUGLU)
+    return [
+        *[Case(activation, lambda act=act: [act(), ops.Linear(6, 4).double()])
+          for act in (ops.GELU, ops.QGELU, ops.SReLU, ops.SiLU)],
+        *[Case(activation, lambda act=act: [act(), ops.Linear(3, 4, bias=False).double()]) for act in gated],
+        Case(activation, lambda: [ops.GELU(), linear()], "the weight is frozen, so its input is not kept anyway",
+             lambda chain: freeze(chain, "weight", 1)),
+        Case(activation, lambda: [ops.GELU(), linear()], NARROW_X, x=F32),
+        Case(activation, lambda: [ops.Bias(6).double(), ops.GELU(), linear()]),
+        Case(activation, lambda: [linear(), ops.SwiGLU(), ops.Linear(3, 4).double()]),
+        *[Case(norm, lambda kind=kind: [kind(6).double(), linear()]) for kind in (ops.RMSNorm, ops.LayerNorm)],
+        *[Case(norm, lambda kind=kind: [ops.MakeExtraOutput(), kind(6, zero_centered_gamma=True).double(), linear()])
+          for kind in (ops.RMSNorm, ops.LayerNorm)],
+        Case(norm, lambda: [ops.Residual(ops.LayerNorm(6, bias=False).double(), linear())]),
+        Case(norm, lambda: [ops.RMSNorm((3, 6), elementwise_affine=False), linear()]),
+        Case(norm, lambda: [ops.LayerNorm((3, 6)).double(), linear()]),
+        Case(norm, lambda: [ops.RMSNorm(6).double(), linear()], "the weight is frozen, so its input is not kept anyway",
+             lambda chain: freeze(chain, "weight", 1)),
+        Case(norm, lambda: [ops.RMSNorm(6).double(), linear()], NARROW_X, x=F32),
+    ]  # fmt: skip
 
 
 CASES = [
@@ -117,16 +149,25 @@ CASES = [
     Case("dresidual_layer_norm", lambda: [ops.MakeExtraOutput(), ops.LayerNorm((3, 6)).double()]),
     Case("dresidual_layer_norm", lambda: [Opaque(), ops.MakeExtraOutput(), ops.LayerNorm(6).double()],
          "shapes behind Opaque (op 0) are unknown: its formula cannot be asked without data"),
-    *[Case("activation_linear_recompute", lambda act=act: [act(), ops.Linear(6, 4).double()])
-      for act in (ops.GELU, ops.QGELU, ops.SReLU, ops.SiLU)],
-    *[Case("activation_linear_recompute", lambda act=act: [act(), ops.Linear(3, 4, bias=False).double()])
-      for act in (ops.SwiGLU, ops.GEGLU, ops.QGEGLU, ops.ReGLU, ops.SReGLU, ops.GLU, ops.ClampedSwiGLU, ops.SiTUGLU)],
-    Case("activation_linear_recompute", lambda: [ops.GELU(), linear()],
-         "the weight is frozen, so its input is not kept anyway", lambda chain: freeze(chain, "weight", 1)),
-    Case("activation_linear_recompute", lambda: [ops.GELU(), linear()],
-         NARROW_X, x=F32),
-    Case("activation_linear_recompute", lambda: [ops.Bias(6).double(), ops.GELU(), linear()]),
-    Case("activation_linear_recompute", lambda: [linear(), ops.SwiGLU(), ops.Linear(3, 4).double()]),
+    *recomputed("recompute"),
+    *(recomputed("onepass") if library.load() else []),
+    Case("activation_linear_onepass", lambda: [ops.GELU(), linear()], ONE_PASS, backend="reference"),
+    Case("norm_linear_onepass", lambda: [ops.RMSNorm(6).double(), linear()], ONE_PASS, backend="reference"),
+    *[Case("bias_act", lambda act=act: [ops.Bias(6).double(), act()])
+      for act in (ops.GELU, ops.QGELU, ops.ReLU, ops.SReLU, ops.SiLU, ops.Sigmoid, ops.Tanh, ops.SwiGLU, ops.GLU)],
+    Case("bias_act", lambda: [ops.Bias(6), ops.GELU("tanh")], x=BF16),
+    Case("bias_act", lambda: [ops.Bias(6).double(), ops.GELU()], grad=False),
+    Case("bias_act", lambda: [Opaque(), ops.Bias(6).double(), ops.GELU()],
+         "shapes behind Opaque (op 0) are unknown: its formula cannot be asked without data"),
+    *[Case("dropout_add", lambda p=p: [ops.Dropout(p), ops.AddExtraInput()], extras=(F64,)) for p in (0.3, 0.0, 1.0)],
+    Case("dropout_add", lambda: [ops.Dropout(0.3), ops.AddExtraInput()], TWO_DTYPES, extras=(F32,)),
+    *[Case(rule, lambda p=p, norm=norm: [ops.Dropout(p), ops.AddExtraInput(), norm(6).double()], extras=(F64,))
+      for rule in ("dropout_add_norm", "ddropout_add_norm") for p in (0.3, 0.0, 1.0)
+      for norm in (ops.RMSNorm, ops.LayerNorm)],
+    *[Case(rule, lambda: [ops.Dropout(0.3), ops.AddExtraInput(), ops.MakeExtraOutput(), ops.LayerNorm((3, 6)).double()],
+           extras=(F64,)) for rule in ("dropout_add_norm", "ddropout_add_norm")],
+    *[Case(rule, lambda: [ops.Dropout(0.3), ops.AddExtraInput(), ops.RMSNorm(6).double()], TWO_DTYPES, extras=(F32,))
+      for rule in ("dropout_add_norm", "ddropout_add_norm")],
     *[Case("gated_mlp", lambda act=act: [linear(bias=False), act(), ops.Linear(3, 6, bias=False).double()])
       for act in (ops.SwiGLU, ops.GEGLU, ops.QGEGLU, ops.ReGLU, ops.SReGLU, ops.GLU, ops.ClampedSwiGLU, ops.SiTUGLU)],
     Case("gated_mlp", lambda: [linear(bias=False), ops.SwiGLU(), ops.Linear(3, 6, bias=False).double()],
@@ -157,7 +198,7 @@ def reasons(block: fusible.Sequential, rule: object, *inputs: Tensor) -> list[st
 def test_shipped_rule(case):
     chain, inputs = prepared(case)
     rule = SHIPPED[case.rule]
-    with torch.set_grad_enabled(case.grad):
+    with torch.set_grad_enabled(case.grad), kernels.use(case.backend) if case.backend else contextlib.nullcontext():
         if not case.text:
             check_rule(rule, chain, *inputs)
             return
@@ -356,8 +397,11 @@ def test_what_a_rule_forgets_arrives_as_none_and_is_not_kept():
     x = torch.randn(50, 8, requires_grad=True)
     modules = [ops.Linear(8, 16), ops.GELU(), ops.Linear(16, 8)]
     sets = (rules.NONE, rules.DEFAULT, rules.LEAN)
-    none, default, lean = (fusible.Sequential(*modules, rules=rules).explain(x).kept_bytes for rules in sets)
+    with kernels.use("reference"):
+        none, default, lean = (fusible.Sequential(*modules, rules=rules).explain(x).kept_bytes for rules in sets)
     assert none == default == lean + 50 * 16 * 4
+    if library.load():
+        assert fusible.Sequential(*modules).explain(x).kept_bytes == lean
 
 
 # -- what users get wrong ----------------------------------------------------------------------------------------------

@@ -75,16 +75,27 @@ Tensor bias_act_(Tensor x, Tensor bias, int64_t which) {
 // y over x.
 void bias_act_forget_(Tensor x, Tensor bias, int64_t which) { run_forward(x, bias, nullptr, x, which); }
 
-std::tuple<Tensor, Tensor> dact_dbias(Tensor dy, Tensor record, int64_t which, ScalarType dtype) {
+// The sum of dx over the rows, besides dx and, if there is a y, the output.
+Tensor run_backward_sums(const Tensor& dy, const Tensor& record, Tensor& dx, Tensor* y, int64_t which, ScalarType dtype) {
   check_same(dy, record, record.numel(), "dy");
-  Tensor dx = empty(record);
   const Rows d = rows(dy), r = rows(record);
-  const ActivationBackward a = backward_of(d, r, dx, nullptr, which);
+  const ActivationBackward a = backward_of(d, r, dx, y, which);
   const auto loop = loops().activation_backward[storage(record.scalar_type())];
   const int64_t block = std::max<int64_t>(16, kGrain / 2 / std::max<int64_t>(d.w, 1));  // short rows are summed in lanes
-  Tensor sums = sum_of_rows(d.n, d.w, block, wide(record.scalar_type()), dtype,
-                            [&](int64_t begin, int64_t end, void* sum) { loop(a, begin, end, sum); });
+  return sum_of_rows(d.n, d.w, block, wide(record.scalar_type()), dtype,
+                     [&](int64_t begin, int64_t end, void* sum) { loop(a, begin, end, sum); });
+}
+
+std::tuple<Tensor, Tensor> dact_dbias(Tensor dy, Tensor record, int64_t which, ScalarType dtype) {
+  Tensor dx = empty(record);
+  Tensor sums = run_backward_sums(dy, record, dx, nullptr, which, dtype);
   return {dx, sums};
+}
+
+std::tuple<Tensor, Tensor, Tensor> dact_dbias_recompute(Tensor dy, Tensor x, int64_t which, ScalarType dtype) {
+  Tensor dx = empty(x), y = empty(x);
+  Tensor sums = run_backward_sums(dy, x, dx, &y, which, dtype);
+  return {dx, sums, y};
 }
 
 std::tuple<Tensor, Tensor> dact_recompute(Tensor dy, Tensor x, int64_t which) {
@@ -104,6 +115,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fusible, m) {
   m.def("bias_act_(Tensor(a!) x, Tensor bias, int which) -> Tensor");
   m.def("bias_act_forget_(Tensor(a!) x, Tensor bias, int which) -> ()");
   m.def("dact_dbias(Tensor dy, Tensor record, int which, ScalarType dtype) -> (Tensor, Tensor)");
+  m.def("dact_dbias_recompute(Tensor dy, Tensor x, int which, ScalarType dtype) -> (Tensor, Tensor, Tensor)");
   m.def("dact_recompute(Tensor dy, Tensor x, int which) -> (Tensor, Tensor)");
 }
 
@@ -116,5 +128,6 @@ STABLE_TORCH_LIBRARY_IMPL(fusible, CPU, m) {
   m.impl("bias_act_", TORCH_BOX(&bias_act_));
   m.impl("bias_act_forget_", TORCH_BOX(&bias_act_forget_));
   m.impl("dact_dbias", TORCH_BOX(&dact_dbias));
+  m.impl("dact_dbias_recompute", TORCH_BOX(&dact_dbias_recompute));
   m.impl("dact_recompute", TORCH_BOX(&dact_recompute));
 }

@@ -19,7 +19,7 @@ Tensor run(const Tensor& x, const Maybe& residual, const Tensor& seed, double sc
   Tensor y = empty(x);
   Dropout d{};
   d.seed = {uint64_t(words[0]), uint64_t(words[1])};
-  d.threshold = uint32_t(std::min(std::nearbyint((1 - 1 / scale) * 4294967296.0), 4294967295.0)), d.scale = scale;
+  d.threshold = threshold_of(scale), d.scale = scale;
   d.x = in.data, d.x_stride = in.stride, d.y = y.mutable_data_ptr(), d.width = in.w;
   if (residual) d.residual = other.data, d.residual_stride = other.stride;
   const auto loop = loops().dropout[storage(dtype)];

@@ -85,18 +85,31 @@ std::tuple<Tensor, Tensor> dgated_recompute(
   return {dx, y};
 }
 
+Tensor run_backward_sums(const Tensor& dy, const Tensor& x, Tensor& dx, Tensor* y, const GatedShape& shape, ScalarType dtype) {
+  check_same(dy, x, x.numel() / 2, "dy");
+  const Rows d = rows(dy), in = rows(x);
+  const GatedBackward g = backward_of(d, in, dx, y, shape);
+  const auto loop = loops().gated_backward[storage(x.scalar_type())];
+  return sum_of_rows(in.n, in.w, 16, wide(x.scalar_type()), dtype,
+                     [&](int64_t begin, int64_t end, void* sum) { loop(g, begin, end, sum); });
+}
+
 std::tuple<Tensor, Tensor> dgated_dbias(
     Tensor dy, Tensor x, int64_t which, bool gate_first, int64_t block, double option1, double option2, double option3,
     ScalarType dtype) {
-  check_same(dy, x, x.numel() / 2, "dy");
   Tensor dx = empty(x);
-  const Rows d = rows(dy), in = rows(x);
-  const GatedBackward g =
-      backward_of(d, in, dx, nullptr, shape_of(x, which, gate_first, block, option1, option2, option3));
-  const auto loop = loops().gated_backward[storage(x.scalar_type())];
-  Tensor sums = sum_of_rows(in.n, in.w, 16, wide(x.scalar_type()), dtype,
-                            [&](int64_t begin, int64_t end, void* sum) { loop(g, begin, end, sum); });
+  const GatedShape shape = shape_of(x, which, gate_first, block, option1, option2, option3);
+  Tensor sums = run_backward_sums(dy, x, dx, nullptr, shape, dtype);
   return {dx, sums};
+}
+
+std::tuple<Tensor, Tensor, Tensor> dgated_dbias_recompute(
+    Tensor dy, Tensor x, int64_t which, bool gate_first, int64_t block, double option1, double option2, double option3,
+    ScalarType dtype) {
+  Tensor dx = empty(x), y = empty_half(x);
+  const GatedShape shape = shape_of(x, which, gate_first, block, option1, option2, option3);
+  Tensor sums = run_backward_sums(dy, x, dx, &y, shape, dtype);
+  return {dx, sums, y};
 }
 
 }  // namespace
@@ -110,6 +123,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fusible, m) {
   m.def("dgated(Tensor dy, Tensor x, " FUSIBLE_SHAPE ") -> Tensor");
   m.def("dgated_recompute(Tensor dy, Tensor x, " FUSIBLE_SHAPE ") -> (Tensor, Tensor)");
   m.def("dgated_dbias(Tensor dy, Tensor x, " FUSIBLE_SHAPE ", ScalarType dtype) -> (Tensor, Tensor)");
+  m.def("dgated_dbias_recompute(Tensor dy, Tensor x, " FUSIBLE_SHAPE ", ScalarType dtype) -> (Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fusible, CPU, m) {
@@ -119,4 +133,5 @@ STABLE_TORCH_LIBRARY_IMPL(fusible, CPU, m) {
   m.impl("dgated", TORCH_BOX(&dgated));
   m.impl("dgated_recompute", TORCH_BOX(&dgated_recompute));
   m.impl("dgated_dbias", TORCH_BOX(&dgated_dbias));
+  m.impl("dgated_dbias_recompute", TORCH_BOX(&dgated_dbias_recompute));
 }

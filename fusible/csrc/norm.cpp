@@ -1,4 +1,4 @@
-// LayerNorm, RMSNorm and L2 normalisation, forward and backward; a residual may be added in before.
+// LayerNorm, RMSNorm and L2 normalisation, forward and backward; a residual, and dropout before it, may be taken in.
 #include "norm.h"
 
 #include <algorithm>
@@ -7,6 +7,7 @@
 
 #include "convert.h"
 #include "loops.h"
+#include "tiles.h"
 
 namespace FUSIBLE_ISA {
 
@@ -31,11 +32,39 @@ static void moments(const A* x, int64_t w, A& mean, A& square) {
   }
 }
 
+// x behind the mask, the rows' elements from number `first`. A product, so that NaN and infinities stay.
+template <class A>
+static void drop(const Mask& mask, int64_t first, const A* x, int64_t n, A* out) {
+  alignas(64) uint32_t words[kTile + 2 * philox::kElements];
+  const A scale = A(mask.scale);
+  for (int64_t i = 0; i < n; i += kTile) {
+    const int64_t count = std::min(kTile, n - i);
+    const uint32_t* word = random_words(mask.seed, first + i, count, words);
+#pragma omp simd
+    for (int64_t k = 0; k < count; ++k) out[i + k] = x[i + k] * (word[k] < mask.threshold ? A(0) : scale);
+  }
+}
+
+// y = (x - mean) rstd gain + bias; gain and bias may be null.
+template <class A>
+static void normalized(const A* x, int64_t w, A mean, A rstd, const A* gain, const A* bias, A* y) {
+  if (gain && bias) {
+#pragma omp simd
+    for (int64_t i = 0; i < w; ++i) y[i] = (x[i] - mean) * rstd * gain[i] + bias[i];
+  } else if (gain) {
+#pragma omp simd
+    for (int64_t i = 0; i < w; ++i) y[i] = (x[i] - mean) * rstd * gain[i];
+  } else {
+#pragma omp simd
+    for (int64_t i = 0; i < w; ++i) y[i] = (x[i] - mean) * rstd;
+  }
+}
+
 template <class T>
 static void forward(const NormForward& a, int64_t begin, int64_t end) {
   using A = wide<T>;
   const int64_t w = a.width;
-  std::vector<A> scratch(3 * size_t(w));
+  std::vector<A> scratch((a.mask.on ? 4 : 3) * size_t(w));
   const A* gain = static_cast<const A*>(a.gain);
   const A* bias = static_cast<const A*>(a.bias);
   for (int64_t r = begin; r < end; ++r) {
@@ -44,6 +73,11 @@ static void forward(const NormForward& a, int64_t begin, int64_t end) {
       const A* other = row(static_cast<const T*>(a.residual) + r * a.residual_stride, w, scratch.data() + w);
       T* out = static_cast<T*>(a.sum) + r * w;
       A* total = place(out, scratch.data() + 2 * w);
+      if (a.mask.on) {
+        A* kept = scratch.data() + 3 * w;
+        drop(a.mask, r * w, x, w, kept);
+        x = kept;
+      }
       for (int64_t i = 0; i < w; ++i) total[i] = x[i] + other[i];
       finish(out, w, total);
       x = row<T>(out, w, scratch.data());  // what backward will see, rounded as it is stored
@@ -59,13 +93,7 @@ static void forward(const NormForward& a, int64_t begin, int64_t end) {
     static_cast<A*>(a.rstd)[r] = rstd;
     T* out = static_cast<T*>(a.y) + r * w;
     A* y = place(out, scratch.data() + w);
-    if (gain && bias) {
-      for (int64_t i = 0; i < w; ++i) y[i] = (x[i] - mean) * rstd * gain[i] + bias[i];
-    } else if (gain) {
-      for (int64_t i = 0; i < w; ++i) y[i] = (x[i] - mean) * rstd * gain[i];
-    } else {
-      for (int64_t i = 0; i < w; ++i) y[i] = (x[i] - mean) * rstd;
-    }
+    normalized(x, w, mean, rstd, gain, bias, y);
     finish(out, w, y);
   }
 }
@@ -103,7 +131,7 @@ template <class T>
 static void backward(const NormBackward& a, int64_t begin, int64_t end) {
   using A = wide<T>;
   const int64_t w = a.width;
-  std::vector<A> scratch(4 * size_t(w));
+  std::vector<A> scratch(5 * size_t(w));
   const A* gain = static_cast<const A*>(a.gain);
   std::vector<A> ones(gain ? 0 : size_t(w), A(1));
   if (!gain) gain = ones.data();
@@ -132,6 +160,18 @@ static void backward(const NormBackward& a, int64_t begin, int64_t end) {
         for (int64_t i = 0; i < w; ++i) dx[i] = rstd * (dy[i] * gain[i] - shift - (x[i] - mean) * along);
       }
       finish(out, w, dx);
+      if (a.dropped) {
+        T* dropped_out = static_cast<T*>(a.dropped) + r * w;
+        A* dropped = place(dropped_out, scratch.data() + 4 * w);
+        drop(a.mask, r * w, dx, w, dropped);
+        finish(dropped_out, w, dropped);
+      }
+      if (a.y) {
+        T* y_out = static_cast<T*>(a.y) + r * w;
+        A* y = place(y_out, scratch.data() + 4 * w);
+        normalized(x, w, mean, rstd, static_cast<const A*>(a.gain), static_cast<const A*>(a.bias), y);
+        finish(y_out, w, y);
+      }
     }
   }
 }

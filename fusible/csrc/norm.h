@@ -3,9 +3,20 @@
 
 #include <cstdint>
 
+#include "philox.h"
+
+// What is dropped: element i of the rows taken one after another, where word i of the stream is below `threshold`.
+struct Mask {
+  bool on;
+  Seed seed;
+  uint32_t threshold;
+  double scale;  // of what is kept
+};
+
 struct NormForward {
   const void* x;         // [n, w]
   int64_t x_stride;
+  Mask mask;             // of x, if there is a residual
   const void* residual;  // [n, w], added to x first, or null
   int64_t residual_stride;
   void* sum;             // [n, w], x + residual, or null
@@ -30,6 +41,10 @@ struct NormBackward {
   const void* mean;      // [n]; null for RMSNorm and L2
   const void* rstd;      // [n]
   void* dx;              // [n, w], or null
+  Mask mask;             // of `dropped`
+  void* dropped;         // [n, w], dx behind the mask, or null
+  const void* bias;      // [w] in arithmetic form, or null; read for y alone
+  void* y;               // [n, w], forward's result computed again, or null
   void* dgain;           // [chunks, w] partial sums in arithmetic form, or null
   void* dbias;           // [chunks, w], or null
   int64_t rows;

@@ -1,6 +1,8 @@
 // Loops over the rows of tensors, in parallel, and sums over them, the same bits for any number of threads.
 #pragma once
 
+#include <cmath>
+
 #include "convert.h"
 #include "tensors.h"
 
@@ -24,6 +26,11 @@ class Scratch {
 inline void check_same(const Tensor& t, const Tensor& x, int64_t numel, const char* what) {
   STD_TORCH_CHECK(t.scalar_type() == x.scalar_type() && t.numel() == numel, "fusible: ", what,
                   " must have the dtype of x and ", numel, " elements, but has ", t.numel());
+}
+
+// The words below which an element is dropped, for a scale of 1 / (1 - p).
+inline uint32_t threshold_of(double scale) {
+  return uint32_t(std::min(std::nearbyint((1 - 1 / scale) * 4294967296.0), 4294967295.0));
 }
 
 // A bias in arithmetic form, converted here where it has x's dtype: torch's own copy costs more than all the rest of a

@@ -8,6 +8,11 @@ from __future__ import annotations
 
 from fusible.kernels import library
 from fusible.kernels.activation import (
+    bias_act,
+    bias_act_,
+    dact_dbias,
+    dact_dbias_recompute,
+    dact_recompute,
     dbias,
     dgelu,
     dqgelu,
@@ -31,12 +36,26 @@ from fusible.kernels.activation import (
     tanh,
     tanh_,
 )
-from fusible.kernels.add_norm import add_layer_norm, add_rms_norm, dlayer_norm_add, drms_norm_add
-from fusible.kernels.dropout import ddropout, dropout
+from fusible.kernels.add_norm import (
+    add_layer_norm,
+    add_rms_norm,
+    ddropout_add_norm,
+    dlayer_norm_add,
+    dnorm_add,
+    dnorm_recompute,
+    drms_norm_add,
+    dropout_add_norm,
+)
+from fusible.kernels.dropout import ddropout, dropout, dropout_add
 from fusible.kernels.epilogue import dgemm_x_add, gemm_add, gemm_bias, gemm_scale, gemm_scale_add
 from fusible.kernels.gated import (
+    bias_gated,
+    bias_gated_,
     clamped_swiglu,
     dclamped_swiglu,
+    dgated_dbias,
+    dgated_dbias_recompute,
+    dgated_recompute,
     dgeglu,
     dglu,
     dqgeglu,
@@ -61,10 +80,21 @@ __all__ = [
     "add",
     "add_layer_norm",
     "add_rms_norm",
+    "bias_act",
+    "bias_act_",
+    "bias_gated",
+    "bias_gated_",
     "clamped_swiglu",
+    "dact_dbias",
+    "dact_dbias_recompute",
+    "dact_recompute",
     "dbias",
     "dclamped_swiglu",
     "ddropout",
+    "ddropout_add_norm",
+    "dgated_dbias",
+    "dgated_dbias_recompute",
+    "dgated_recompute",
     "dgeglu",
     "dgelu",
     "dgemm_weight",
@@ -74,6 +104,8 @@ __all__ = [
     "dl2_norm",
     "dlayer_norm",
     "dlayer_norm_add",
+    "dnorm_add",
+    "dnorm_recompute",
     "dqgeglu",
     "dqgelu",
     "dreglu",
@@ -81,6 +113,8 @@ __all__ = [
     "drms_norm",
     "drms_norm_add",
     "dropout",
+    "dropout_add",
+    "dropout_add_norm",
     "dsigmoid",
     "dsilu",
     "dsitu_glu",

@@ -244,3 +244,12 @@ def dact_recompute(dy: Tensor, x: Tensor, act: str, approximate: str = "none") -
     forward, _, backward = ACTIVATIONS[act]
     options = _options(act, approximate)
     return backward.body(dy, x, *options), forward.body(x, *options)
+
+
+@kernel
+def dact_dbias_recompute(
+    dy: Tensor, x: Tensor, act: str, approximate: str = "none", dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`dact_dbias` and the output of an activation that keeps x. Returns (dx, dbias, y)."""
+    dx, y = dact_recompute.body(dy, x, act, approximate)
+    return dx, dbias.body(dx, dtype), y

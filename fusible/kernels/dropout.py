@@ -10,6 +10,10 @@ The scale is `1 / (1 - p)`.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -34,6 +38,36 @@ def philox(block: Tensor, key: int, stream: int) -> Tensor:
         c, d = (p >> 32 & _LOW) ^ d ^ keys[1], p & _LOW
         keys = [(k + step) & _LOW for k, step in zip(keys, _STEPS, strict=True)]
     return torch.stack((a, b, c, d), -1)
+
+
+def new_seed() -> Tensor:
+    """Two integers from torch's generator."""
+    return torch.empty(2, dtype=torch.int64).random_()
+
+
+class _State(threading.local):
+    same_masks = False
+
+
+_state = _State()
+
+
+@contextmanager
+def same_masks() -> Iterator[None]:
+    """Lets the formula of dropout draw what the kernel for the same tensor draws, for comparisons; slowly."""
+    before, _state.same_masks = _state.same_masks, True
+    try:
+        yield
+    finally:
+        _state.same_masks = before
+
+
+def formula(x: Tensor, p: float) -> Tensor:
+    """`torch.nn.functional.dropout`; within `same_masks`, with the masks of a kernel that makes them of seeds."""
+    if not (_state.same_masks and x.dim() and dropout.choose(x.device.type, x.dtype, x.shape[-1])):
+        return torch.nn.functional.dropout(x, p)
+    scale = 1 / (1 - p)
+    return x * dropout_mask(x, new_seed(), scale) * scale
 
 
 def dropout_mask(x: Tensor, mask: Tensor, scale: float) -> Tensor:

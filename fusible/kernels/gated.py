@@ -319,3 +319,18 @@ def dgated_recompute(
     """Gradient of a gated activation, and its output computed again. Returns (dx, y)."""
     arguments = _arguments(act, gate_first, interleave, options)
     return GATED[act][1].body(dy, x, *arguments), GATED[act][0].body(x, *arguments)
+
+
+@kernel
+def dgated_dbias_recompute(
+    dy: Tensor,
+    x: Tensor,
+    act: str,
+    dtype: torch.dtype | None = None,
+    gate_first: bool = True,
+    interleave: int | None = None,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`dgated_dbias` and the output computed again. Returns (dx, dbias, y)."""
+    dx, y = dgated_recompute.body(dy, x, act, gate_first, interleave, *options)
+    return dx, dbias.body(dx, dtype), y

@@ -9,5 +9,5 @@ from fusible.kernels.registry import kernel
 
 @kernel
 def add(x: Tensor, other: Tensor) -> Tensor:
-    """`x + other`, of one shape, in fresh memory and in the dtype that torch promotes the two to."""
+    """`x + other`, the other broadcast to x's shape, in fresh memory; in the dtype that torch promotes the two to."""
     return x + other

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +20,27 @@ class _Activation(Op):
 
     aliases = False
     grad_aliases = False
+    #: Its name in `kernels.bias_act` and its like.
+    act: ClassVar[str]
+    approximate = "none"
+
+    def fwd_bias(self, x: Tensor, bias: Tensor, keeps: Any) -> tuple[Tensor, Saved]:
+        """The output for `x + bias`, in one pass, and its record with the fields that it `keeps`."""
+        keeps_input = "x" in self.Saved.fields
+        y, pre = kernels.bias_act(x, bias, self.act, self.approximate, keeps_input and keeps.x)
+        return y, self.Saved(pre if keeps_input else y)
+
+    def bwd_bias(self, saved: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        """(dx, its sum over the leading dimensions), in one pass."""
+        return kernels.dact_dbias(dy, saved[0], self.act, self.approximate)
+
+    def bwd_again(self, saved: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        """(dx, the output computed again), in one pass; where the record holds the input."""
+        return kernels.dact_recompute(dy, saved.x, self.act, self.approximate)
+
+    def bwd_bias_again(self, saved: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(dx, its sum over the leading dimensions, the output computed again), in one pass."""
+        return kernels.dact_dbias_recompute(dy, saved.x, self.act, self.approximate)
 
     def apply_(self, x: Tensor) -> Tensor:
         """Writes y over x, an intermediate of our own, and returns it."""
@@ -35,6 +56,7 @@ class GELU(_Activation, torch.nn.GELU):
     Source: Hendrycks, Gimpel, "Gaussian Error Linear Units", 2016.
     """
 
+    act = "gelu"
     fixed = ("approximate",)
 
     class Saved(Saved):
@@ -59,6 +81,8 @@ class QGELU(_Activation):
     Source: Hendrycks, Gimpel, "Gaussian Error Linear Units", 2016.
     """
 
+    act = "qgelu"
+
     class Saved(Saved):
         x: Tensor = reads_for("x")
 
@@ -77,6 +101,8 @@ class QGELU(_Activation):
 
 class ReLU(_Activation, torch.nn.ReLU):
     """`y = max(x, 0)`. `torch.nn.ReLU`, as an op; `inplace` has no effect. The record is y."""
+
+    act = "relu"
 
     class Saved(Saved):
         y: Tensor = reads_for("x")
@@ -101,6 +127,8 @@ class SReLU(_Activation):
     Source: So et al., "Primer: Searching for Efficient Transformers for Language Modeling", 2021.
     """
 
+    act = "srelu"
+
     class Saved(Saved):
         x: Tensor = reads_for("x")
 
@@ -124,6 +152,8 @@ class SiLU(_Activation, torch.nn.SiLU):
     Source: Elfwing, Uchibe, Doya, "Sigmoid-Weighted Linear Units for Neural Network Function Approximation", 2017.
     """
 
+    act = "silu"
+
     class Saved(Saved):
         x: Tensor = reads_for("x")
 
@@ -142,6 +172,8 @@ class SiLU(_Activation, torch.nn.SiLU):
 
 class Sigmoid(_Activation, torch.nn.Sigmoid):
     """`y = 1 / (1 + exp(-x))`. `torch.nn.Sigmoid`, as an op. The record is y."""
+
+    act = "sigmoid"
 
     class Saved(Saved):
         y: Tensor = reads_for("x")
@@ -162,6 +194,8 @@ class Sigmoid(_Activation, torch.nn.Sigmoid):
 
 class Tanh(_Activation, torch.nn.Tanh):
     """`y = tanh(x)`. `torch.nn.Tanh`, as an op. The record is y."""
+
+    act = "tanh"
 
     class Saved(Saved):
         y: Tensor = reads_for("x")

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusible import kernels
-from fusible.kernels.dropout import dropout_mask
+from fusible.kernels.dropout import dropout_mask, formula
 from fusible.op import Grads, Op, Out, Saved, Spec, reads_for
 from fusible.ops._checks import arithmetic
 
@@ -33,7 +33,7 @@ class Dropout(Op, torch.nn.Dropout):
         scale: float = reads_for("x")
 
     def reference(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.p, self.training)
+        return formula(x, self.p) if self.training and 0 < self.p < 1 else F.dropout(x, self.p, self.training)
 
     def fwd(self, x: Tensor) -> Out:
         p = self.p

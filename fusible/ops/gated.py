@@ -20,11 +20,39 @@ from fusible.ops._checks import arithmetic, shown
 __all__ = ["GEGLU", "GLU", "QGEGLU", "ClampedSwiGLU", "ReGLU", "SReGLU", "SiTUGLU", "SwiGLU"]
 
 
-class _Gated(Op):
-    """What all of them share. One more needs its two kernels, a `Saved` and its `formula`; `options` if it has some."""
+class _Passes(Op):
+    """What rules ask of a gated activation: passes that do more than its own."""
 
     aliases = False
     grad_aliases = False
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Its name in `kernels.bias_gated` and its like, `gate_first`, `interleave` and its options."""
+        raise NotImplementedError
+
+    def fwd_bias(self, x: Tensor, bias: Tensor, keeps: Any) -> tuple[Tensor, Saved]:
+        """The output for `x + bias`, in one pass, and its record with the fields that it `keeps`."""
+        y, pre = kernels.bias_gated(x, bias, *self.arguments())
+        return y, self.Saved(pre)
+
+    def bwd_bias(self, saved: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        """(dx, its sum over the leading dimensions), in one pass."""
+        act, *arguments = self.arguments()
+        return kernels.dgated_dbias(dy, saved.x, act, None, *arguments)
+
+    def bwd_again(self, saved: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        """(dx, the output computed again), in one pass."""
+        return kernels.dgated_recompute(dy, saved.x, *self.arguments())
+
+    def bwd_bias_again(self, saved: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(dx, its sum over the leading dimensions, the output computed again), in one pass."""
+        act, *arguments = self.arguments()
+        return kernels.dgated_dbias_recompute(dy, saved.x, act, None, *arguments)
+
+
+class _Gated(_Passes):
+    """What all but GLU share. One more needs its two kernels, a `Saved` and its `formula`; `options` if it has some."""
+
     kernel: ClassVar[Any]
     dkernel: ClassVar[Any]
     #: Names of the attributes that the kernels take as further arguments, in their order.
@@ -57,6 +85,9 @@ class _Gated(Op):
 
     def _arguments(self) -> tuple[Any, ...]:
         return self.gate_first, self.interleave, *[getattr(self, name) for name in self.options]
+
+    def arguments(self) -> tuple[Any, ...]:
+        return type(self).kernel.name, *self._arguments()
 
     def infer(self, x: Spec, *, autocast: torch.dtype | None = None) -> Spec:
         return _infer(x, self.interleave)
@@ -220,7 +251,7 @@ class SiTUGLU(_Gated):
         return gate * (self.beta2 * torch.tanh(b / self.beta2))
 
 
-class GLU(Op, torch.nn.GLU):
+class GLU(_Passes, torch.nn.GLU):
     """`y = a sigmoid(b)` with a the first half. `torch.nn.GLU`, as an op: here the second half gates.
 
     With a `dim` other than the last it runs on its own. Raises `ValueError` on an odd last dimension.
@@ -228,8 +259,6 @@ class GLU(Op, torch.nn.GLU):
     Source: Dauphin et al., "Language Modeling with Gated Convolutional Networks", 2016.
     """
 
-    aliases = False
-    grad_aliases = False
     fixed = ("dim",)
 
     class Saved(Saved):
@@ -243,6 +272,9 @@ class GLU(Op, torch.nn.GLU):
 
     def bwd(self, saved: Saved, dy: Tensor) -> Grads:
         return Grads(kernels.dglu(dy, saved.x))
+
+    def arguments(self) -> tuple[Any, ...]:
+        return "glu", False, None
 
     def declines(self) -> str | None:
         return None if self.dim == -1 else f"GLU splits dim {self.dim}; only the last, dim=-1, can be fused"

@@ -8,30 +8,43 @@ from __future__ import annotations
 
 from fusible.rule import RuleSet
 from fusible.rules.add_norm import add_norm, linear_add_norm
-from fusible.rules.bias_activation import bias_activation
+from fusible.rules.bias_activation import bias_act, bias_activation
+from fusible.rules.dropout_add_norm import ddropout_add_norm, dropout_add, dropout_add_norm
 from fusible.rules.gated_mlp import gated_mlp
 from fusible.rules.linear_backward import dlinear_add, dlinear_scale
 from fusible.rules.linear_epilogue import linear_activation, linear_add, linear_bias, linear_scale_add
-from fusible.rules.recompute import activation_linear_recompute
+from fusible.rules.recompute import (
+    activation_linear_onepass,
+    activation_linear_recompute,
+    norm_linear_onepass,
+    norm_linear_recompute,
+)
 from fusible.rules.residual_norm import dresidual_layer_norm, dresidual_rms_norm
 
 __all__ = [
     "DEFAULT",
     "LEAN",
     "NONE",
+    "activation_linear_onepass",
     "activation_linear_recompute",
     "add_norm",
+    "bias_act",
     "bias_activation",
+    "ddropout_add_norm",
     "dlinear_add",
     "dlinear_scale",
     "dresidual_layer_norm",
     "dresidual_rms_norm",
+    "dropout_add",
+    "dropout_add_norm",
     "gated_mlp",
     "linear_activation",
     "linear_add",
     "linear_add_norm",
     "linear_bias",
     "linear_scale_add",
+    "norm_linear_onepass",
+    "norm_linear_recompute",
 ]
 
 #: No rules: every op runs its own `fwd` and `bwd`.
@@ -41,12 +54,18 @@ NONE = RuleSet()
 DEFAULT = RuleSet(
     (
         linear_add_norm,
+        dropout_add_norm,
+        dropout_add,
         add_norm,
         linear_scale_add,
         linear_activation,
         linear_add,
         linear_bias,
+        bias_act,
+        activation_linear_onepass,
+        norm_linear_onepass,
         bias_activation,
+        ddropout_add_norm,
         dlinear_add,
         dlinear_scale,
         dresidual_rms_norm,
@@ -54,6 +73,6 @@ DEFAULT = RuleSet(
     )
 )
 
-#: `DEFAULT`, and activations computed again in backward instead of kept. `gated_mlp`, which also computes a GEMM again,
-#: is in no set: put it in front of one.
-LEAN = RuleSet((activation_linear_recompute,)) + DEFAULT
+#: `DEFAULT`, and the outputs of activations and norms computed again in backward instead of kept, also where that takes
+#: a pass of its own. `gated_mlp`, which computes a GEMM again, is in no set: put it in front of one.
+LEAN = RuleSet((activation_linear_recompute, norm_linear_recompute)) + DEFAULT

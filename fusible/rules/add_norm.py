@@ -11,7 +11,7 @@ from fusible.rules.linear_epilogue import in_dtype, one_dtype, same_extra
 __all__ = ["add_norm", "linear_add_norm"]
 
 
-def _add_norm(norm, x, extra, weight, bias):
+def add_and_norm(norm, x, extra, weight, bias):
     """(y, the norm's record, x + extra)."""
     ndim, zero_centered = len(norm.normalized_shape), norm.zero_centered_gamma
     if type(norm) is RMSNorm:
@@ -24,7 +24,7 @@ def _add_norm(norm, x, extra, weight, bias):
 @forward(aliases=False)
 def add_norm(add: AddExtraInput, out: MakeExtraOutput | None, norm: RMSNorm | LayerNorm, /, x, extra, weight, bias):
     """The sum is written and normalised in one pass."""
-    y, record, total = _add_norm(norm, x, extra, weight, bias)
+    y, record, total = add_and_norm(norm, x, extra, weight, bias)
     return Out(y, *([] if out is None else [total]), norm=record)
 
 
@@ -53,7 +53,7 @@ def linear_add_norm(
     """The GEMM with its bias; the residual is added by the norm's pass, which reads the result anyway."""
     x, weight, b = in_dtype(env.out_dtype, x, weight, b)
     z = kernels.gemm(x, weight) if b is None else kernels.gemm_bias(x, weight, b)
-    y, record, total = _add_norm(norm, z, extra, gain, shift)
+    y, record, total = add_and_norm(norm, z, extra, gain, shift)
     return Out(y, *([] if out is None else [total]), linear=BasicLinear.Saved(x), norm=record)
 
 

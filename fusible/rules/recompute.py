@@ -1,15 +1,24 @@
-"""Backward that computes an activation again instead of keeping it. Costs one more pointwise pass, keeps less."""
+"""Backward that computes a linear layer's input again instead of keeping it: an activation's output, or a norm's.
+
+Each rule comes twice. In `LEAN` it always applies and costs one more pointwise pass where no kernel does both at once;
+in `DEFAULT` its `_onepass` twin applies only where one does, and costs no more than writing the result.
+"""
 
 from __future__ import annotations
 
 from fusible import kernels
 from fusible.op import Grads, reads_for
-from fusible.ops import BasicLinear, Bias
+from fusible.ops import BasicLinear, Bias, LayerNorm, MakeExtraOutput, RMSNorm
 from fusible.ops.activation import KeepsInput
 from fusible.ops.gated import Gated
 from fusible.rule import backward
 
-__all__ = ["activation_linear_recompute"]
+__all__ = [
+    "activation_linear_onepass",
+    "activation_linear_recompute",
+    "norm_linear_onepass",
+    "norm_linear_recompute",
+]
 
 
 @backward(forgets=("linear.x",), aliases=False)
@@ -21,16 +30,69 @@ def activation_linear_recompute(
 
     A bias before the activation joins, so that no rule for the two of them takes the activation away.
     """
-    dw = kernels.dgemm_weight(dy, act.fwd(act_saved.x).values[0])
-    dx = act.bwd(act_saved, kernels.dgemm_x(dy, weight)).values[0]
-    if bias is None:
-        return Grads(dx, linear={"weight": dw})
-    return Grads(dx, bias={"bias": kernels.dbias(dx) if env.needs.bias.bias else None}, linear={"weight": dw})
+    d = kernels.dgemm_x(dy, weight)
+    if bias is not None and env.needs.bias.bias:
+        dx, db, x = act.bwd_bias_again(act_saved, d)
+    else:
+        (dx, x), db = act.bwd_again(act_saved, d), None
+    grads = {"linear": {"weight": kernels.dgemm_weight(dy, x)}}
+    return Grads(dx, **grads) if bias is None else Grads(dx, bias={"bias": db}, **grads)
 
 
 @activation_linear_recompute.requires
 def _(bias, act, linear, env):
     yield env.needs.linear.weight, "the weight is frozen, so its input is not kept anyway"
+    yield from _one_dtype(linear, env)
+
+
+def _one_dtype(linear, env):
     weight = linear.weight.dtype
     same = env.dtype == env.out_dtype == weight
     yield same, f"x is {env.dtype}, the weight {weight} and the result {env.out_dtype}: the GEMMs need one dtype"
+
+
+@backward(forgets=("linear.x",), aliases=False)
+def norm_linear_recompute(
+    out: MakeExtraOutput | None, norm: RMSNorm | LayerNorm, linear: BasicLinear, /,
+    out_saved, norm_saved, linear_saved, dy, d_extra=None,
+    gain=reads_for("x", "linear.weight"), shift=reads_for("linear.weight"),
+    weight=reads_for("x", "norm.weight", "norm.bias"), *, env,
+):  # fmt: skip
+    """The linear layer's input is the norm's output, computed again from what the norm keeps.
+
+    A residual that begins before the norm joins; its gradient is added in the same pass.
+    """
+    needs, ndim, zero_centered = env.needs.norm, len(norm.normalized_shape), norm.zero_centered_gamma
+    centered = type(norm) is LayerNorm
+    x, *statistics = norm_saved
+    dx, dgain, dshift, normal = kernels.dnorm_recompute(
+        kernels.dgemm_x(dy, weight), x, statistics[0] if centered else None, statistics[-1], gain,
+        shift if centered else None, d_extra, zero_centered, needs.weight, centered and needs.bias, ndim,
+    )  # fmt: skip
+    gradients = {"weight": dgain, "bias": dshift} if centered else {"weight": dgain}
+    return Grads(dx, norm=gradients, linear={"weight": kernels.dgemm_weight(dy, normal)})
+
+
+@norm_linear_recompute.requires
+def _(out, norm, linear, env):
+    yield env.needs.linear.weight, "the weight is frozen, so its input is not kept anyway"
+    yield env.needs.x, "x wants no gradient, so the norm's own backward would do no more than its weight's"
+    yield from _one_dtype(linear, env)
+
+
+activation_linear_onepass = activation_linear_recompute.renamed("activation_linear_onepass")
+norm_linear_onepass = norm_linear_recompute.renamed("norm_linear_onepass")
+
+
+@activation_linear_onepass.requires
+def _(bias, act, linear, env):
+    yield from _native(env, kernels.dact_recompute)
+
+
+@norm_linear_onepass.requires
+def _(out, norm, linear, env):
+    yield from _native(env, kernels.dnorm_recompute)
+
+
+def _native(env, kernel):
+    yield kernel.native(env), "no kernel here gives gradient and output in one pass; rules.LEAN does it in two"

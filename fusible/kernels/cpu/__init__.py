@@ -1,12 +1,10 @@
 """C++ bodies of the kernels, in files of the same names; importing this package registers them.
 
-`fusible.kernels` imports it where the library was built (`python -m fusible build`). Dropout's body is not among
-them: it
-draws its mask from another generator than torch's, which `ops.Dropout` promises not to do.
+`fusible.kernels` imports it where the library was built (`python -m fusible build`).
 """
 
 from __future__ import annotations
 
-from fusible.kernels.cpu import activation, add_norm, gated, half, linear, norm, residual
+from fusible.kernels.cpu import activation, add_norm, dropout, gated, half, linear, norm, residual
 
-__all__ = ["activation", "add_norm", "gated", "half", "linear", "norm", "residual"]
+__all__ = ["activation", "add_norm", "dropout", "gated", "half", "linear", "norm", "residual"]

@@ -112,3 +112,10 @@ def dact_dbias(
 @activation.dact_recompute.backend("cpu", applies)
 def dact_recompute(dy: Tensor, x: Tensor, act: str, approximate: str = "none") -> tuple[Tensor, Tensor]:
     return _ops.dact_recompute.default(dy, x, _number(act, approximate))
+
+
+@activation.dact_dbias_recompute.backend("cpu", applies)
+def dact_dbias_recompute(
+    dy: Tensor, x: Tensor, act: str, approximate: str = "none", dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _ops.dact_dbias_recompute.default(dy, x, _number(act, approximate), dtype or x.dtype)

@@ -5,26 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusible.kernels.dropout import ddropout, dropout, dropout_add
+from fusible.kernels.dropout import ddropout, dropout, dropout_add, new_seed
 from fusible.kernels.library import applies
 
 _ops = torch.ops.fusible
 
 
-def _seed() -> Tensor:
-    """Two random integers from torch's generator."""
-    return torch.empty(2, dtype=torch.int64).random_()
-
-
 @dropout.backend("cpu", applies)
 def _(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    seed = _seed()
+    seed = new_seed()
     return _ops.dropout.default(x, seed, 1 / (1 - p)), seed
 
 
 @dropout_add.backend("cpu", applies)
 def _(x: Tensor, residual: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    seed = _seed()
+    seed = new_seed()
     return _ops.dropout_add.default(x, residual, seed, 1 / (1 - p)), seed
 
 

@@ -86,3 +86,10 @@ def dgated_dbias(
 @gated.dgated_recompute.backend("cpu", applies)
 def dgated_recompute(dy: Tensor, x: Tensor, act: str, *arguments: Any) -> tuple[Tensor, Tensor]:
     return _ops.dgated_recompute.default(dy, x, *_ARGUMENTS[act](*arguments))
+
+
+@gated.dgated_dbias_recompute.backend("cpu", applies)
+def dgated_dbias_recompute(
+    dy: Tensor, x: Tensor, act: str, dtype: torch.dtype | None = None, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _ops.dgated_dbias_recompute.default(dy, x, *_ARGUMENTS[act](*arguments), dtype or x.dtype)
