@@ -113,3 +113,8 @@ def cpu_capabilities() -> dict[str, Any]:
     """What this CPU can do, by name (`avx512_bf16`, ...); empty where torch does not say."""
     found = getattr(torch.cpu, "get_capabilities", None)
     return found() if found else {}
+
+
+def bare(operator: Any) -> Any:
+    """What an operator's overload (`torch.ops.aten.mm.default`) calls, without its Python wrapper."""
+    return operator._op

@@ -102,8 +102,8 @@ class Executable:
         self.checked = True
         return result
 
-    def backward(self, douts: tuple, recs: list, params: Sequence[Tensor]) -> tuple:
-        arriving = tuple([d is not None for d in douts])
+    def backward(self, arriving: tuple[bool, ...], douts: tuple, recs: list, params: Sequence[Tensor]) -> tuple:
+        """The gradients of `wanted`, by the function for these arriving gradients; frees the records in `recs`."""
         found = self.backwards.get(arriving)
         if found is None:
             found = self.backwards[arriving] = [backward_function(self.plan, arriving), False]

@@ -30,6 +30,7 @@ MAX_RULE_SETS = 16
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 _NEW = object()
+_ABSENT = (None,)
 
 
 class ParametersChanged(Exception):
@@ -43,13 +44,16 @@ class Fused(Function):
     def forward(ctx: Any, executable: Executable, flat: list, *wanted: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         outs, recs = executable.run(flat)
-        hooks = _torch.saved_tensor_hooks()
         shared: list[Tensor] = []
-        ctx.places = _take_shared(executable, flat, outs, recs, shared, everything=hooks)
+        if _torch.saved_tensor_hooks():
+            places = _take_all(recs, shared)
+            replayed = _without_inputs(_replayable(flat), flat, executable.num_inputs, shared)
+        else:
+            places = _take_shared(executable, flat, outs, recs, shared)
+            replayed = _replayable(flat)
         ctx.save_for_backward(*[flat[place] for place in executable.read], *shared)
-        ctx.executable, ctx.records, ctx.options = executable, recs, executable.options()
-        ctx.kept = bool(shared or executable.read) or executable.holds_tensors(recs)
-        ctx.replayed = _replayable(flat, executable.num_inputs, shared if hooks else None)
+        kept = bool(shared or executable.read) or executable.holds_tensors(recs)
+        ctx.call = executable, recs, places, executable.options(), kept, replayed
         leaving = _leave(executable, flat, outs)
         if executable.constant:
             ctx.mark_non_differentiable(*[leaving[place] for place in executable.constant])
@@ -63,25 +67,27 @@ class Fused(Function):
 
 
 def _backward(ctx: Any, douts: tuple[Tensor | None, ...]) -> Any:
-    executable = ctx.executable
-    if not any(d is not None for d in douts):
+    executable, recs, places, options, kept, replayed = ctx.call
+    arriving = tuple([d is not None for d in douts])
+    if True not in arriving:
         return (None,) * (2 + len(executable.wanted))
-    saved = ctx.saved_tensors if ctx.kept else ()  # raises if freed
-    if executable.options() != ctx.options:
-        _raise_changed(executable, ctx.options)
-    recs = list(ctx.records)
+    saved = ctx.saved_tensors if kept else ()  # raises if freed
+    if executable.options() != options:
+        _raise_changed(executable, options)
+    recs = list(recs)
     params = saved[: len(executable.read)]
-    _put_shared(recs, ctx.places, saved[len(params) :])
+    if places:
+        _put_shared(recs, places, saved[len(params) :])
     if torch.is_grad_enabled() or _torch.batched_backward():
-        return None, None, *_replayed_backward(ctx, saved[len(params) :], recs, douts)
-    if not _torch.keep_graph() and ctx.kept:
-        ctx.records = ctx.replayed = None
-    del saved
+        return None, None, *_replayed_backward(executable, replayed, saved[len(params) :], recs, douts)
+    if kept and not _torch.keep_graph():
+        ctx.call = executable, (), places, options, kept, None
+    del saved, replayed
     if _torch.any_autocast():
         with _autocast_off():
-            grads = executable.backward(douts, recs, params)
+            grads = executable.backward(arriving, douts, recs, params)
     else:
-        grads = executable.backward(douts, recs, params)
+        grads = executable.backward(arriving, douts, recs, params)
     if executable.gradients_alias:
         grads = _own_memory(grads, douts)
     return None, None, *grads
@@ -117,27 +123,41 @@ def _autocast_off() -> Iterator[None]:
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
-def _take_shared(
-    executable: Executable, flat: list, outs: tuple, recs: list, shared: list[Tensor], everything: bool
-) -> list[tuple[int, int]]:
-    """Moves the record fields that autograd must watch from `recs` to `shared`; returns their places.
+_Places = list[tuple[int, type, list, list[int]]]
+"""Records with fields that autograd keeps: each one's place, type, fields, and which of these are autograd's."""
 
-    Those are the ones that share memory with a tensor of the caller's, so that changing it in place is seen; under
-    saved-tensor hooks all of them.
+
+def _take_shared(executable: Executable, flat: list, outs: tuple, recs: list, shared: list[Tensor]) -> _Places:
+    """Moves the record fields that share memory with a tensor of the caller's from `recs` to `shared`.
+
+    Autograd watches them there, so that changing one in place is seen.
     """
-    places: list[tuple[int, int]] = []
-    exposed = [(place, (), ()) for place in range(len(recs))] if everything else executable.exposed
-    for place, inputs, outputs in exposed:
-        fields = list(recs[place])
-        found = False
-        for field, value in enumerate(fields):
-            if isinstance(value, Tensor) and (everything or _shares_any(value, flat, inputs, outs, outputs)):
+    places: _Places = []
+    for place, inputs, outputs in executable.exposed:
+        record = recs[place]
+        taken = None
+        for field, value in enumerate(record):
+            if isinstance(value, Tensor) and _shares_any(value, flat, inputs, outs, outputs):
+                if taken is None:
+                    fields, taken = list(record), []
+                    places.append((place, type(record), fields, taken))
+                    recs[place] = None
                 shared.append(value)
-                places.append((place, field))
                 fields[field] = None
-                found = True
-        if found:
-            recs[place] = type(recs[place])(*fields)
+                taken.append(field)
+    return places
+
+
+def _take_all(recs: list, shared: list[Tensor]) -> _Places:
+    """Moves all tensors of all records to `shared`, where saved-tensor hooks see them."""
+    places: _Places = []
+    for place, record in enumerate(recs):
+        taken = [field for field, value in enumerate(record) if isinstance(value, Tensor)]
+        if taken:
+            shared += [record[field] for field in taken]
+            fields = [None if field in taken else value for field, value in enumerate(record)]
+            places.append((place, type(record), fields, taken))
+            recs[place] = None
     return places
 
 
@@ -148,29 +168,34 @@ def _shares_any(value: Tensor, flat: list, inputs: Sequence[int], outs: tuple, o
     return any([_torch.shares_memory(value, outs[place]) for place in outputs])  # noqa: C419 - hot
 
 
-def _replayable(flat: Sequence[Tensor | None], num_inputs: int, packed: list[Tensor] | None) -> list[Any]:
-    """What double backward would read: (tensor, version) each, or its place among `packed` under saved-tensor hooks.
-
-    There an input that backward does not read is not kept, so that checkpointing can free it.
-    """
+def _replayable(flat: Sequence[Tensor | None]) -> list[Any]:
+    """What double backward would read: (tensor, version) each."""
     try:
-        entries: list[Any] = [None if t is None else (t, t._version) for t in flat]
+        return [None if t is None else (t, t._version) for t in flat]
     except RuntimeError:  # inference tensors have no version, and cannot be changed in place either
-        entries = [None if t is None else (t, None if t.is_inference() else t._version) for t in flat]
-    if packed is not None:
-        for place in range(num_inputs):
-            entries[place] = next((at for at, tensor in enumerate(packed) if tensor is flat[place]), _NOT_KEPT)
-    return entries
+        return [None if t is None else (t, None if t.is_inference() else t._version) for t in flat]
+
+
+def _without_inputs(replayed: list[Any], flat: list, num_inputs: int, packed: list[Tensor]) -> list[Any]:
+    """The same under saved-tensor hooks: an input's place among `packed`; one that backward does not read is not kept,
+    so that checkpointing can free it."""
+    for place in range(num_inputs):
+        replayed[place] = next((at for at, tensor in enumerate(packed) if tensor is flat[place]), _NOT_KEPT)
+    return replayed
 
 
 _NOT_KEPT = "not kept"
 
 
-def _put_shared(recs: list, places: list[tuple[int, int]], tensors: Sequence[Tensor]) -> None:
-    for (place, field), tensor in zip(places, tensors, strict=True):
-        record = list(recs[place])
-        record[field] = tensor
-        recs[place] = type(recs[place])(*record)
+def _put_shared(recs: list, places: _Places, tensors: Sequence[Tensor]) -> None:
+    """Makes whole records of them again; `places` itself stays as it is, for another backward."""
+    at = 0
+    for place, kind, fields, taken in places:
+        whole = list(fields)
+        for field in taken:
+            whole[field] = tensors[at]
+            at += 1
+        recs[place] = kind(*whole)
 
 
 def _leave(executable: Executable, flat: Sequence[Tensor | None], outs: tuple) -> tuple[Tensor, ...]:
@@ -202,12 +227,13 @@ def _own_memory(grads: tuple, douts: tuple) -> tuple:
     return tuple(result)
 
 
-def _replayed_backward(ctx: Any, shared: Sequence[Tensor], recs: list, douts: tuple) -> Sequence[Tensor | None]:
+def _replayed_backward(
+    executable: Executable, replayed: list[Any], shared: Sequence[Tensor], recs: list, douts: tuple
+) -> Sequence[Tensor | None]:
     """Gradients that can be differentiated again, or come in batches: the formulas are replayed under autograd (G7)."""
     again = torch.is_grad_enabled()
-    executable = ctx.executable
     plan = executable.plan
-    flat = [_unchanged(entry, shared) for entry in ctx.replayed]
+    flat = [_unchanged(entry, shared) for entry in replayed]
     state = torch.get_rng_state()
     device = plan.device.type
     with torch.enable_grad(), torch.autocast(device, dtype=plan.autocast, enabled=plan.autocast is not None):
@@ -314,14 +340,14 @@ class OperationFuser:
         if _torch.any_autocast():
             kind = inputs[0].device.type
             autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        key = (
-            grad,
-            autocast,
-            registry.forced(),
-            *[(t.shape[-1], t.dtype, t.device, t.requires_grad) for t in inputs],
-            *[None if p is None else (p.shape, p.dtype, p.device, p.requires_grad, type(p)) for p in params],
-            *[d["training"] for d in self.dicts],
-        )
+        parts = [grad, autocast, registry.forced()]
+        for t in inputs:
+            parts += t.shape[-1], t.dtype, t.device, t.requires_grad
+        for p in params:
+            parts += _ABSENT if p is None else (p.shape, p.dtype, p.device, p.requires_grad, type(p))
+        for attributes in self.dicts:
+            parts.append(attributes["training"])
+        key = tuple(parts)
         executable: Any = current[1].get(key, _NEW)
         if executable is _NEW:
             executable = self._plan(inputs, params, rules, grad, autocast)

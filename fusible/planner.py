@@ -6,7 +6,8 @@ Nothing here runs per call.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import FunctionType, MethodType
 from typing import Any
 
 from fusible.chain import Chain, Node
@@ -193,17 +194,15 @@ class _Builder:
         named = {slot.name: node for slot, node in zip(rule.slots, slots, strict=True)}
         env = self._env(run, named)
         ops = [node and node.op for node in slots]
-        function = functools.partial(rule.function, *ops)
-        if rule.takes_env:
-            function = functools.partial(function, env=env)
-        return Step(run, rule, slots, env, function)
+        function = _with_env(rule.function, env) if rule.takes_env else rule.function
+        return Step(run, rule, slots, env, functools.partial(function, *ops))
 
     def _own_step(self, node: Node, method: str) -> Step:
         env = self._env((node,), None)
         if has_kernels(type(node.op)):
             function = getattr(node.op, method)
             if takes_env(function):
-                function = functools.partial(function, env=env)
+                function = _with_env(function, env)
         else:
             function = graph_fwd(node.op, env, str(node)) if method == "fwd" else graph_bwd(node.op, env)
         return Step((node,), None, (node,), env, function)
@@ -275,6 +274,24 @@ class _Builder:
         present = {value for value, t in zip(self.plan.inputs[len(self.call.inputs) :], self.call.params, strict=True)
                    if t is not None}  # fmt: skip
         return tuple(value for value in read if value in present)
+
+
+def _with_env(function: Callable[..., Any], env: Env) -> Callable[..., Any]:
+    """`function` with its keyword `env` given, as the default of a copy: a `functools.partial` costs more at each call."""
+    if isinstance(function, MethodType):
+        return MethodType(_with_env(function.__func__, env), function.__self__)
+    if not isinstance(function, FunctionType) or "env" not in _keywords(function):
+        return functools.partial(function, env=env)
+    parts = function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    copy = FunctionType(*parts)
+    copy.__kwdefaults__ = {**(function.__kwdefaults__ or {}), "env": env}
+    return copy
+
+
+def _keywords(function: FunctionType) -> tuple[str, ...]:
+    """The keyword-only arguments that a function itself has, not one that it wraps."""
+    code = function.__code__
+    return code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
 
 
 def _rewritten(step: Step) -> Node:

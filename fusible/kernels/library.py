@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import pathlib
+from typing import Any
 
 import torch
 
-__all__ = ["FLOATS", "LIBRARY", "applies", "built", "load", "why_not"]
+from fusible import _torch
+
+__all__ = ["FLOATS", "LIBRARY", "applies", "built", "load", "operators", "why_not"]
 
 LIBRARY = pathlib.Path(__file__).parents[1] / "_kernels.so"
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -42,3 +45,15 @@ def why_not() -> str | None:
 def applies(device: str, dtype: torch.dtype, width: int) -> bool:
     """The condition of most kernels: a float dtype on the CPU, any width."""
     return device == "cpu" and dtype in FLOATS and load()
+
+
+class _Operators:
+    """The library's operators by name, each looked up at its first call: `operators.act(x, 5)`."""
+
+    def __getattr__(self, name: str) -> Any:
+        operator = _torch.bare(getattr(torch.ops.fusible, name).default)
+        setattr(self, name, operator)
+        return operator
+
+
+operators = _Operators()

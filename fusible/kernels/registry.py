@@ -62,10 +62,10 @@ class Kernel:
             return self._recorded(x, *args, **options)
         if not self.backends:
             return self.body(x, *args, **options)
-        key = x.device.type, x.dtype, x.shape[-1], _state.forced
+        key = x.device, x.dtype, x.shape[-1], _state.forced  # the device itself: its type's name costs ten times that
         body = self._chosen.get(key)
         if body is None:
-            body = self._choose_body(*key)
+            body = self._choose_body(key)
         return body(x, *args, **options)
 
     def _recorded(self, x: torch.Tensor, *args: Any, **options: Any) -> Any:
@@ -75,11 +75,12 @@ class Kernel:
             _state.calls.append((self.name, chosen.name if chosen else "torch"))
         return self.body(x, *args, **options)
 
-    def _choose_body(self, device: str, dtype: torch.dtype, width: int, forced: str | None) -> Callable[..., Any]:
-        chosen = self.choose(device, dtype, width)
+    def _choose_body(self, key: tuple[torch.device, torch.dtype, int, str | None]) -> Callable[..., Any]:
+        device, dtype, width, _ = key
+        chosen = self.choose(device.type, dtype, width)
         if len(self._chosen) >= MAX_CHOICES:
             self._chosen.clear()
-        return self._chosen.setdefault((device, dtype, width, forced), chosen.body if chosen else self.body)
+        return self._chosen.setdefault(key, chosen.body if chosen else self.body)
 
     def choose(self, device: str, dtype: torch.dtype, width: int | None) -> Backend | None:
         """The backend that runs this kind of call, or `None` for the torch body."""

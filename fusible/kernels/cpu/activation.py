@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from fusible.kernels import activation
-from fusible.kernels.library import applies
+from fusible.kernels.library import applies, operators
 from fusible.kernels.registry import Kernel
-
-_ops = torch.ops.fusible
 
 #: The numbers of csrc/activation.h.
 _NUMBERS = {"gelu": 0, "qgelu": 2, "relu": 3, "srelu": 4, "silu": 5, "sigmoid": 6, "tanh": 7}
@@ -29,7 +27,7 @@ def _forward(kernel: Kernel, act: str) -> Callable[..., Tensor]:
     number = _NUMBERS[act]
 
     def body(x: Tensor) -> Tensor:
-        return kernel.body(x) if x.numel() <= _SMALL.get(act, -1) else _ops.act.default(x, number)
+        return kernel.body(x) if x.numel() <= _SMALL.get(act, -1) else operators.act(x, number)
 
     return body
 
@@ -40,14 +38,14 @@ def _in_place(kernel: Kernel, act: str) -> Callable[..., Tensor]:
     def body(x: Tensor) -> Tensor:
         if x.numel() <= _SMALL.get(act, -1) or not x.is_contiguous():
             return kernel.body(x)
-        _ops.act_.default(x, number)
+        operators.act_(x, number)
         return x
 
     return body
 
 
 def _backward(number: int) -> Callable[..., Tensor]:
-    return lambda dy, record: _ops.dact.default(dy, record, number)
+    return lambda dy, record: operators.dact(dy, record, number)
 
 
 for _act, (_f, _f_, _df) in activation.ACTIVATIONS.items():
@@ -65,20 +63,20 @@ def _small_gelu(x: Tensor, approximate: str) -> bool:
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     if _small_gelu(x, approximate):
         return activation.gelu.body(x, approximate)
-    return _ops.act.default(x, _number("gelu", approximate))
+    return operators.act(x, _number("gelu", approximate))
 
 
 @activation.gelu_.backend("cpu", applies)
 def gelu_(x: Tensor, approximate: str = "none") -> Tensor:
     if _small_gelu(x, approximate) or not x.is_contiguous():
         return activation.gelu_.body(x, approximate)
-    _ops.act_.default(x, _number("gelu", approximate))
+    operators.act_(x, _number("gelu", approximate))
     return x
 
 
 @activation.dgelu.backend("cpu", applies)
 def dgelu(dy: Tensor, x: Tensor, approximate: str = "none") -> Tensor:
-    return _ops.dact.default(dy, x, _number("gelu", approximate))
+    return operators.dact(dy, x, _number("gelu", approximate))
 
 
 @activation.bias_act.backend("cpu", applies)
@@ -86,7 +84,7 @@ def bias_act(
     x: Tensor, bias: Tensor, act: str, approximate: str = "none", keep: bool = True
 ) -> tuple[Tensor, Tensor | None]:
     number = _number(act, approximate)
-    return _ops.bias_act.default(x, bias, number) if keep else (_ops.bias_act_forget.default(x, bias, number), None)
+    return operators.bias_act(x, bias, number) if keep else (_ops.bias_act_forget.default(x, bias, number), None)
 
 
 @activation.bias_act_.backend("cpu", applies)
@@ -97,8 +95,8 @@ def bias_act_(
         return activation.bias_act_.body(x, bias, act, approximate, keep)
     number = _number(act, approximate)
     if keep:
-        return _ops.bias_act_.default(x, bias, number), x
-    _ops.bias_act_forget_.default(x, bias, number)
+        return operators.bias_act_(x, bias, number), x
+    operators.bias_act_forget_(x, bias, number)
     return x, None
 
 
@@ -106,16 +104,16 @@ def bias_act_(
 def dact_dbias(
     dy: Tensor, record: Tensor, act: str, approximate: str = "none", dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    return _ops.dact_dbias.default(dy, record, _number(act, approximate), dtype or record.dtype)
+    return operators.dact_dbias(dy, record, _number(act, approximate), dtype or record.dtype)
 
 
 @activation.dact_recompute.backend("cpu", applies)
 def dact_recompute(dy: Tensor, x: Tensor, act: str, approximate: str = "none") -> tuple[Tensor, Tensor]:
-    return _ops.dact_recompute.default(dy, x, _number(act, approximate))
+    return operators.dact_recompute(dy, x, _number(act, approximate))
 
 
 @activation.dact_dbias_recompute.backend("cpu", applies)
 def dact_dbias_recompute(
     dy: Tensor, x: Tensor, act: str, approximate: str = "none", dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _ops.dact_dbias_recompute.default(dy, x, _number(act, approximate), dtype or x.dtype)
+    return operators.dact_dbias_recompute(dy, x, _number(act, approximate), dtype or x.dtype)

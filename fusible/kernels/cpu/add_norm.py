@@ -7,9 +7,7 @@ from torch import Tensor
 
 from fusible.kernels import add_norm
 from fusible.kernels.dropout import new_seed
-from fusible.kernels.library import applies
-
-_ops = torch.ops.fusible
+from fusible.kernels.library import applies, operators
 
 
 @add_norm.add_rms_norm.backend("cpu", applies)
@@ -21,7 +19,7 @@ def add_rms_norm(
     normalized_ndim: int = 1,
     zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y, _, rstd, total = _ops.norm.default(x, residual, weight, None, eps, normalized_ndim, zero_centered, False, True)
+    y, _, rstd, total = operators.norm(x, residual, weight, None, eps, normalized_ndim, zero_centered, False, True)
     return y, rstd, total
 
 
@@ -36,7 +34,7 @@ def drms_norm_add(
     want_weight: bool = True,
     normalized_ndim: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
-    dx, dweight, _ = _ops.dnorm.default(
+    dx, dweight, _ = operators.dnorm(
         dy, x, None, rstd, weight, extra, normalized_ndim, zero_centered, True, True, want_weight, False
     )
     return dx, dweight if want_weight else None
@@ -52,7 +50,7 @@ def add_layer_norm(
     normalized_ndim: int = 1,
     zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _ops.norm.default(x, residual, weight, bias, eps, normalized_ndim, zero_centered, True, True)
+    return operators.norm(x, residual, weight, bias, eps, normalized_ndim, zero_centered, True, True)
 
 
 @add_norm.dlayer_norm_add.backend("cpu", applies)
@@ -68,7 +66,7 @@ def dlayer_norm_add(
     want_bias: bool = True,
     normalized_ndim: int = 1,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    dx, dweight, dbias = _ops.dnorm.default(
+    dx, dweight, dbias = operators.dnorm(
         dy, x, mean, rstd, weight, extra, normalized_ndim, zero_centered, True, True, want_weight, want_bias
     )
     return dx, dweight if want_weight else None, dbias if want_bias else None
@@ -87,7 +85,7 @@ def dropout_add_norm(
     center: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
     seed = new_seed()
-    y, mean, rstd, total = _ops.dropout_add_norm.default(
+    y, mean, rstd, total = operators.dropout_add_norm(
         x, residual, seed, 1 / (1 - p), weight, bias, eps, normalized_ndim, zero_centered, center
     )
     return y, mean if center else None, rstd, total, seed
@@ -111,7 +109,7 @@ def ddropout_add_norm(
     if mask.dtype is torch.bool:
         arguments = dy, x, mean, rstd, weight, extra, mask, scale, zero_centered, want_weight, want_bias
         return add_norm.ddropout_add_norm.body(*arguments, normalized_ndim)
-    dropped, dx, dweight, dbias = _ops.ddropout_add_norm.default(
+    dropped, dx, dweight, dbias = operators.ddropout_add_norm(
         dy, x, mean, rstd, weight, extra, mask, scale, normalized_ndim, zero_centered, want_weight, want_bias
     )
     return dropped, dx, dweight if want_weight else None, dbias if want_bias else None
@@ -131,7 +129,7 @@ def dnorm_recompute(
     want_bias: bool = True,
     normalized_ndim: int = 1,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    dx, dweight, dbias, y = _ops.dnorm_recompute.default(
+    dx, dweight, dbias, y = operators.dnorm_recompute(
         dy, x, mean, rstd, weight, bias, extra, normalized_ndim, zero_centered, want_weight, want_bias
     )
     return dx, dweight if want_weight else None, dbias if want_bias else None, y

@@ -6,25 +6,23 @@ import torch
 from torch import Tensor
 
 from fusible.kernels.dropout import ddropout, dropout, dropout_add, new_seed
-from fusible.kernels.library import applies
-
-_ops = torch.ops.fusible
+from fusible.kernels.library import applies, operators
 
 
 @dropout.backend("cpu", applies)
 def _(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
     seed = new_seed()
-    return _ops.dropout.default(x, seed, 1 / (1 - p)), seed
+    return operators.dropout(x, seed, 1 / (1 - p)), seed
 
 
 @dropout_add.backend("cpu", applies)
 def _(x: Tensor, residual: Tensor, p: float) -> tuple[Tensor, Tensor]:
     seed = new_seed()
-    return _ops.dropout_add.default(x, residual, seed, 1 / (1 - p)), seed
+    return operators.dropout_add(x, residual, seed, 1 / (1 - p)), seed
 
 
 @ddropout.backend("cpu", applies)
 def _(dy: Tensor, mask: Tensor, scale: float) -> Tensor:
     if mask.dtype is torch.bool:
         return ddropout.body(dy, mask, scale)
-    return _ops.dropout.default(dy, mask, scale)
+    return operators.dropout(dy, mask, scale)

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from fusible.kernels import gated
-from fusible.kernels.library import applies
-
-_ops = torch.ops.fusible
+from fusible.kernels.library import applies, operators
 
 _Arguments = Callable[..., tuple[int, bool, int, float, float, float]]
 """From a kernel's arguments after x to the operators' last ones: number in csrc/gated.h, gate_first, block, options."""
@@ -52,11 +50,11 @@ _ARGUMENTS: dict[str, _Arguments] = {
 
 
 def _forward(arguments: _Arguments) -> Callable[..., Tensor]:
-    return lambda x, *args, **options: _ops.gated.default(x, *arguments(*args, **options))
+    return lambda x, *args, **options: operators.gated(x, *arguments(*args, **options))
 
 
 def _backward(arguments: _Arguments) -> Callable[..., Tensor]:
-    return lambda dy, x, *args, **options: _ops.dgated.default(dy, x, *arguments(*args, **options))
+    return lambda dy, x, *args, **options: operators.dgated(dy, x, *arguments(*args, **options))
 
 
 for _act, (_f, _df) in gated.GATED.items():
@@ -66,30 +64,30 @@ for _act, (_f, _df) in gated.GATED.items():
 
 @gated.bias_gated.backend("cpu", applies)
 def bias_gated(x: Tensor, bias: Tensor, act: str, *arguments: Any) -> tuple[Tensor, Tensor]:
-    return _ops.bias_gated.default(x, bias, *_ARGUMENTS[act](*arguments))
+    return operators.bias_gated(x, bias, *_ARGUMENTS[act](*arguments))
 
 
 @gated.bias_gated_.backend("cpu", applies)
 def bias_gated_(x: Tensor, bias: Tensor, act: str, *arguments: Any) -> tuple[Tensor, Tensor]:
     if not x.is_contiguous():
         return gated.bias_gated_.body(x, bias, act, *arguments)
-    return _ops.bias_gated_.default(x, bias, *_ARGUMENTS[act](*arguments)), x
+    return operators.bias_gated_(x, bias, *_ARGUMENTS[act](*arguments)), x
 
 
 @gated.dgated_dbias.backend("cpu", applies)
 def dgated_dbias(
     dy: Tensor, x: Tensor, act: str, dtype: torch.dtype | None = None, *arguments: Any
 ) -> tuple[Tensor, Tensor]:
-    return _ops.dgated_dbias.default(dy, x, *_ARGUMENTS[act](*arguments), dtype or x.dtype)
+    return operators.dgated_dbias(dy, x, *_ARGUMENTS[act](*arguments), dtype or x.dtype)
 
 
 @gated.dgated_recompute.backend("cpu", applies)
 def dgated_recompute(dy: Tensor, x: Tensor, act: str, *arguments: Any) -> tuple[Tensor, Tensor]:
-    return _ops.dgated_recompute.default(dy, x, *_ARGUMENTS[act](*arguments))
+    return operators.dgated_recompute(dy, x, *_ARGUMENTS[act](*arguments))
 
 
 @gated.dgated_dbias_recompute.backend("cpu", applies)
 def dgated_dbias_recompute(
     dy: Tensor, x: Tensor, act: str, dtype: torch.dtype | None = None, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _ops.dgated_dbias_recompute.default(dy, x, *_ARGUMENTS[act](*arguments), dtype or x.dtype)
+    return operators.dgated_dbias_recompute(dy, x, *_ARGUMENTS[act](*arguments), dtype or x.dtype)

@@ -13,12 +13,10 @@ from torch import Tensor
 
 from fusible._torch import cpu_capabilities
 from fusible.kernels import epilogue, linear
-from fusible.kernels.library import load
+from fusible.kernels.library import load, operators
 
 #: Rows that are converted at a time: large enough for a GEMM, small enough for the cache.
 PANEL = 512
-
-_ops = torch.ops.fusible
 
 
 @functools.cache
@@ -40,7 +38,7 @@ def _rows(x: Tensor) -> Tensor:
 
 def _product(x: Tensor, wide_weight: Tensor, add: Tensor | None = None, extra: Tensor | None = None) -> Tensor:
     """`x W + add + extra` for a float32 W [i, o], add [o] in float32 and extra of x's dtype: [..., i] -> [..., o]."""
-    y = _ops.empty.default([*x.shape[:-1], wide_weight.shape[1]], x.dtype)
+    y = operators.empty([*x.shape[:-1], wide_weight.shape[1]], x.dtype)
     rows, out = _rows(x), _rows(y)
     others = None if extra is None else _rows(extra)
     for start in range(0, rows.shape[0], PANEL):

@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 
 from fusible.kernels import epilogue, linear
-from fusible.kernels.library import load
+from fusible.kernels.library import load, operators
 
 #: Elements from which a result comes from the caching allocator, and `out=` is worth its cost.
 LARGE = 1 << 18
-
-_ops = torch.ops.fusible
 
 
 def _applies(device: str, dtype: torch.dtype, width: int) -> bool:
@@ -25,7 +23,7 @@ def _rows(x: Tensor) -> Tensor:
 
 def _result(x: Tensor, width: int) -> Tensor:
     """Fresh memory for x's leading dimensions and `width`."""
-    return _ops.empty.default([*x.shape[:-1], width], x.dtype)
+    return operators.empty([*x.shape[:-1], width], x.dtype)
 
 
 def _large(x: Tensor, width: int) -> bool:
@@ -55,7 +53,7 @@ def dgemm_weight(dy: Tensor, x: Tensor) -> Tensor:
     dw_shape = [dy.shape[-1], x.shape[-1]]
     if dw_shape[0] * dw_shape[1] < LARGE:
         return linear.dgemm_weight.body(dy, x)
-    dw = _ops.empty.default(dw_shape, dy.dtype)
+    dw = operators.empty(dw_shape, dy.dtype)
     return torch.mm(_rows(dy).t(), _rows(x), out=dw)
 
 

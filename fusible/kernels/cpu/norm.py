@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from fusible.kernels import norm
-from fusible.kernels.library import applies
-
-_ops = torch.ops.fusible
+from fusible.kernels.library import applies, operators
 
 
 @norm.rms_norm.backend("cpu", applies)
 def rms_norm(
     x: Tensor, weight: Tensor | None, eps: float, normalized_ndim: int = 1, zero_centered: bool = False
 ) -> tuple[Tensor, Tensor]:
-    y, _, rstd, _ = _ops.norm.default(x, None, weight, None, eps, normalized_ndim, zero_centered, False, True)
+    y, _, rstd, _ = operators.norm(x, None, weight, None, eps, normalized_ndim, zero_centered, False, True)
     return y, rstd
 
 
@@ -30,7 +27,7 @@ def drms_norm(
     want_weight: bool = True,
     normalized_ndim: int = 1,
 ) -> tuple[Tensor | None, Tensor | None]:
-    dx, dweight, _ = _ops.dnorm.default(
+    dx, dweight, _ = operators.dnorm(
         dy, x, None, rstd, weight, None, normalized_ndim, zero_centered, True, want_x, want_weight, False
     )
     return dx if want_x else None, dweight if want_weight else None
@@ -45,7 +42,7 @@ def layer_norm(
     normalized_ndim: int = 1,
     zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y, mean, rstd, _ = _ops.norm.default(x, None, weight, bias, eps, normalized_ndim, zero_centered, True, True)
+    y, mean, rstd, _ = operators.norm(x, None, weight, bias, eps, normalized_ndim, zero_centered, True, True)
     return y, mean, rstd
 
 
@@ -62,7 +59,7 @@ def dlayer_norm(
     want_bias: bool = True,
     normalized_ndim: int = 1,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    dx, dweight, dbias = _ops.dnorm.default(
+    dx, dweight, dbias = operators.dnorm(
         dy, x, mean, rstd, weight, None, normalized_ndim, zero_centered, True, want_x, want_weight, want_bias
     )
     return dx if want_x else None, dweight if want_weight else None, dbias if want_bias else None
@@ -70,10 +67,10 @@ def dlayer_norm(
 
 @norm.l2_norm.backend("cpu", applies)
 def l2_norm(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    y, _, inverse, _ = _ops.norm.default(x, None, None, None, eps, 1, False, False, False)
+    y, _, inverse, _ = operators.norm(x, None, None, None, eps, 1, False, False, False)
     return y, inverse
 
 
 @norm.dl2_norm.backend("cpu", applies)
 def dl2_norm(dy: Tensor, x: Tensor, inverse: Tensor) -> Tensor:
-    return _ops.dnorm.default(dy, x, None, inverse, None, None, 1, False, False, True, False, False)[0]
+    return operators.dnorm(dy, x, None, inverse, None, None, 1, False, False, True, False, False)[0]
