@@ -122,7 +122,7 @@ inline std::optional<Tensor> gain(const std::optional<Tensor>& weight, ScalarTyp
 inline const void* data(const std::optional<Tensor>& t) { return t ? t->const_data_ptr() : nullptr; }
 
 // Work of a thread below which starting another one costs more than it brings, in elements.
-constexpr int64_t kGrain = 16384;
+constexpr int64_t kGrain = 32768;
 
 inline int64_t row_grain(int64_t w) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(w, 1)); }
 
