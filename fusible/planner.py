@@ -277,7 +277,7 @@ class _Builder:
 
 
 def _with_env(function: Callable[..., Any], env: Env) -> Callable[..., Any]:
-    """`function` with its keyword `env` given, as the default of a copy: a `functools.partial` costs more at each call."""
+    """`function` with its keyword `env` given, as a copy's default: a `functools.partial` costs more at each call."""
     if isinstance(function, MethodType):
         return MethodType(_with_env(function.__func__, env), function.__self__)
     if not isinstance(function, FunctionType) or "env" not in _keywords(function):

@@ -84,7 +84,7 @@ def bias_act(
     x: Tensor, bias: Tensor, act: str, approximate: str = "none", keep: bool = True
 ) -> tuple[Tensor, Tensor | None]:
     number = _number(act, approximate)
-    return operators.bias_act(x, bias, number) if keep else (_ops.bias_act_forget.default(x, bias, number), None)
+    return operators.bias_act(x, bias, number) if keep else (operators.bias_act_forget(x, bias, number), None)
 
 
 @activation.bias_act_.backend("cpu", applies)
