@@ -8,25 +8,25 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo bench test test-kernels check format clean
+.PHONY: help demo bench test check format clean
 
 help:
 	@echo "make demo     train a small language model twice, with torch.nn and with fusible (ARGS='--steps 100')"
 	@echo "make bench    time blocks against eager and compiled PyTorch (ARGS='rmsnorm --plot bench.png')"
 	@echo "make test     the whole test suite (ARGS='-k norm')"
-	@echo "make test-kernels  build the C++ kernels (experimental) into the checkout and run their tests"
 	@echo "make check    format, lint, types, structure and quick tests"
 	@echo "make format   write the format that 'make check' asks for"
 	@echo "make clean    remove caches, builds and the demo's files; the environment stays"
 	@echo
 	@echo "PYTHON=$(PYTHON) makes the environment VENV=$(VENV); both can be given, as in 'make test VENV=../venv'."
 
-# Installed again only when what is to be installed has changed.
-$(READY): pyproject.toml constraints.txt
+# Installed again only when what is to be installed has changed. torch comes first: the kernels are built against it.
+$(READY): pyproject.toml constraints.txt setup.py fusible/build.py $(wildcard fusible/csrc/*)
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing fusible and its development environment into $(VENV)"
-	@$(PIP) setuptools
+	@$(PIP) setuptools numpy torch
 	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@$(BIN)/python -c 'from fusible.kernels import library; print("C++ kernels:", library.why_not() or "built")'
 	@touch $@
 
 demo: $(READY)
@@ -37,10 +37,6 @@ bench: $(READY)
 
 test: $(READY)
 	@$(BIN)/python -m pytest -n 2 $(ARGS)
-
-test-kernels: $(READY)
-	@$(BIN)/python -m fusible build
-	@$(BIN)/python -m pytest -q -n 2 tests/test_cpu_math.py
 
 check: $(READY)
 	@$(BIN)/ruff format --check .

@@ -11,6 +11,10 @@ EXTRA = ("typer", "rich", "matplotlib")
 def main() -> int:
     """Runs the command line and returns its exit code."""
     try:
+        if sys.argv[1:] == ["build"]:  # a plain installation can do this one too
+            from fusible import build
+
+            return build.main()
         from fusible.cli import run
 
         return run(sys.argv[1:])

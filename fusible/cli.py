@@ -47,17 +47,10 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="As JSON, for prog
 
 @app.command(epilog="Example: CXX=clang++ python -m fusible build")
 def build() -> None:
-    """Build the C++ kernels (experimental) beside the installed package; takes a minute and a C++ compiler."""
-    from fusible.build import BuildError
-    from fusible.build import build as compile_kernels
+    """Build the C++ kernels beside the installed package; takes a minute and a C++ compiler."""
+    from fusible.build import main
 
-    console = Console(soft_wrap=True)
-    try:
-        with console.status("compiling the C++ kernels, about a minute"):
-            target = compile_kernels()
-    except (BuildError, OSError) as error:
-        raise typer.Exit(_fail(str(error), 1)) from None
-    console.print(f"built {target.name}; the next start of Python uses it", markup=False, highlight=False)
+    raise typer.Exit(main())
 
 
 @app.command(epilog="Example: python -m fusible demo --steps 100 --text book.txt --out book-demo")

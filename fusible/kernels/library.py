@@ -1,8 +1,12 @@
-"""The shared library of C++ kernels: loaded once, on demand, if it was built (`python -m fusible build`)."""
+"""The shared library of C++ kernels: loaded once, on demand, if it was built (`python -m fusible build`).
+
+`FUSIBLE_KERNELS` in the environment names another file than the one beside the package.
+"""
 
 from __future__ import annotations
 
 import functools
+import os
 import pathlib
 from typing import Any
 
@@ -12,19 +16,20 @@ from fusible import _torch
 
 __all__ = ["FLOATS", "LIBRARY", "applies", "built", "load", "operators", "why_not"]
 
-LIBRARY = pathlib.Path(__file__).parents[1] / "_kernels.so"
+_OTHER = os.environ.get("FUSIBLE_KERNELS")
+LIBRARY = pathlib.Path(_OTHER) if _OTHER else pathlib.Path(__file__).parents[1] / "_kernels.so"
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def built() -> bool:
-    """Whether the library lies beside the package."""
+    """Whether there is a library to load."""
     return LIBRARY.exists()
 
 
 @functools.cache
 def _error() -> str | None:
     if not built():
-        return "not built; run: python -m fusible build"
+        return f"FUSIBLE_KERNELS={_OTHER}: no such file" if _OTHER else "not built; run: python -m fusible build"
     try:
         torch.ops.load_library(str(LIBRARY))
     except OSError as error:
