@@ -8,12 +8,13 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo bench test check format clean
+.PHONY: help demo bench test sanitize check format clean
 
 help:
 	@echo "make demo     train a small language model twice, with torch.nn and with fusible (ARGS='--steps 100')"
 	@echo "make bench    time blocks against eager and compiled PyTorch (ARGS='rmsnorm --plot bench.png')"
 	@echo "make test     the whole test suite (ARGS='-k norm')"
+	@echo "make sanitize the C++ kernels' tests with address, leak and undefined-behaviour sanitizers (g++, Linux)"
 	@echo "make check    format, lint, types, structure and quick tests"
 	@echo "make format   write the format that 'make check' asks for"
 	@echo "make clean    remove caches, builds and the demo's files; the environment stays"
@@ -37,6 +38,9 @@ bench: $(READY)
 
 test: $(READY)
 	@$(BIN)/python -m pytest -n 2 $(ARGS)
+
+sanitize: $(READY)
+	@.ci/sanitize $(BIN)/python
 
 check: $(READY)
 	@$(BIN)/ruff format --check .

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusible import kernels, ops, rules, testing
+from fusible import kernels, memory, ops, rules, testing
 from fusible._info import info
 from fusible.op import Env, Grads, Op, Out, Saved, Spec, reads_for
 from fusible.rule import RuleSet, backward, forward, rewrite
@@ -23,6 +23,7 @@ __all__ = [
     "forward",
     "info",
     "kernels",
+    "memory",
     "ops",
     "reads_for",
     "rewrite",

@@ -37,7 +37,7 @@ X86_SETS = {
 OLDEST_TORCH = (2, 11)
 TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000"
 #: For `make sanitize`.
-SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-omit-frame-pointer", "-g1")
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-omit-frame-pointer", "-g1", "-O1")
 
 
 class BuildError(Exception):

@@ -1,13 +1,13 @@
 """Memory of large CPU tensors: a caching allocator for what fusible makes, and an offer to tune the C library's.
 
-A fresh large CPU tensor costs more than the arithmetic on it, since the system hands its pages out one fault at a
-time and
-takes them back when it dies. Results of at least 1 MiB therefore come from a cache, as on a GPU: outputs, gradients,
-intermediates and what is kept for backward. Such tensors behave as any other (views, numpy, saving, pickling, sharing,
-outliving everything) but for one thing: they cannot be grown by `resize_`. `pool_outputs(False)` turns the cache off.
-The profiler's memory view does not see them; `stats` does.
+A fresh large CPU tensor costs more than the arithmetic on it, since the system hands its pages out one fault at a time
+and takes them back when it dies. Results of at least 1 MiB therefore come from a cache, as on a GPU: outputs,
+gradients, intermediates and what is kept for backward. Such tensors behave as any other (views, numpy, saving,
+pickling, sharing, outliving everything) but for one thing: they cannot be grown by `resize_`, which raises
+`RuntimeError`. `pool_outputs(False)` turns the cache off. The profiler's memory view does not see them; `stats` does.
 
-Without the C++ kernels (`fusible.info()`) there is no cache: everything here works, and changes nothing.
+Without the C++ kernels (`fusible.info()`) there is no cache: everything here works, and changes nothing. More in
+docs/memory.md.
 """
 
 from __future__ import annotations
@@ -24,11 +24,15 @@ __all__ = ["Stats", "empty_cache", "limit", "pool_outputs", "stats", "tune_mallo
 
 _FROM = 1 << 20
 _NEVER = 1 << 62
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+#: Of malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
+_NO_TRIM = -1
 
 
 class Stats(NamedTuple):
-    """What the cache does, in bytes; `hits` and `misses` count allocations served from it and from the system."""
+    """What the cache does, in bytes of whole blocks: held by tensors, held for the next one, the most held by tensors,
+    the limit of what is held for the next one. `hits` and `misses` count allocations from the cache and from the
+    system, since the process began."""
 
     in_use: int = 0
     cached: int = 0
@@ -44,8 +48,10 @@ def stats() -> Stats:
 
 
 def limit(nbytes: int) -> None:
-    """Lets the cache hold at most this many bytes that no tensor uses (1 GiB at first). Raises `ValueError` if
-    negative."""
+    """Lets the cache hold at most this many bytes that no tensor uses, 1 GiB at first; gives back at once what is more.
+
+    Raises `ValueError` if negative.
+    """
     if nbytes < 0:
         raise ValueError(f"memory.limit({nbytes}): the limit must not be negative; 0 caches nothing")
     if library.load():
@@ -59,19 +65,19 @@ def empty_cache() -> None:
 
 
 def pool_outputs(on: bool) -> None:
-    """Whether large results come from the cache (they do at first). Off, they come from torch's allocator, all of
-    them."""
+    """Whether large results come from the cache, as they do at first, or all from torch's allocator.
+
+    Tensors that are there stay what they are.
+    """
     if library.load():
         torch.ops.fusible.set_pool_from(_FROM if on else _NEVER)
 
 
 def tune_malloc() -> None:
-    """Lets the C library keep freed memory, for the whole process, so that plain PyTorch reuses large tensors' memory
-    too.
+    """Lets the C library keep freed memory, for the whole process, so that plain PyTorch reuses large tensors' memory.
 
-    Sets glibc's `M_MMAP_THRESHOLD` and `M_TRIM_THRESHOLD` to their largest values; see docs/measured.md for what that
-    brings. It cannot be undone, and memory that was used once stays with the process. Raises `RuntimeError` where the C
-    library is not glibc.
+    Raises glibc's `M_MMAP_THRESHOLD` to 2 GiB and turns trimming off; docs/memory.md has what that brings. It cannot be
+    undone, and memory that was used once stays with the process. Raises `RuntimeError` where the C library is not glibc.
     """
     if platform.system() != "Linux" or platform.libc_ver()[0] != "glibc":
         raise RuntimeError(
@@ -79,8 +85,7 @@ def tune_malloc() -> None:
             f"{platform.libc_ver()[0] or 'another C library'}; fusible's own cache works without it"
         )
     libc = ctypes.CDLL(None)
-    largest = 2**31 - 1
-    # Newer glibc caps the mmap threshold at 32 MiB on 64 bit; the largest value that it takes is found from above.
-    done = libc.mallopt(_M_MMAP_THRESHOLD, largest) or libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
-    if not (done and libc.mallopt(_M_TRIM_THRESHOLD, largest)):
+    # An older glibc refuses thresholds above 32 MiB; then no block at all is mapped by itself.
+    kept = libc.mallopt(_M_MMAP_THRESHOLD, 2**31 - 1) or libc.mallopt(_M_MMAP_MAX, 0)
+    if not (kept and libc.mallopt(_M_TRIM_THRESHOLD, _NO_TRIM)):
         raise RuntimeError("memory.tune_malloc(): glibc refused the thresholds; nothing was gained")

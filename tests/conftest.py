@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fusible.executable
+from fusible.kernels import library
 
 
 def pytest_addoption(parser):
@@ -20,8 +21,12 @@ def strict():
     fusible.executable.CHECK_ALWAYS = True
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
+    if library.load():
+        torch.ops.fusible.set_fill(True)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     yield
     fusible.executable.CHECK_ALWAYS = False
     torch.use_deterministic_algorithms(False)
+    if library.load():
+        torch.ops.fusible.set_fill(False)

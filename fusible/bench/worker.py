@@ -1,10 +1,13 @@
 """One variant of one row in a process of its own: its first call is a first call, and its memory nobody else's.
 
+What any program pays once is paid before: torch's own imports of a first backward, its threads, the machine's memory.
+
 The parent asks one thing at a time, so the variants can take turns. Ctrl-C reaches the parent alone.
 """
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing
 import os
 import signal
@@ -18,7 +21,7 @@ from typing import Any
 
 import torch
 
-from fusible.bench.blocks import make_inputs
+from fusible.bench.blocks import KINDS, dtype_of, make_inputs
 from fusible.bench.load import Load, Turn, check, copies, kept_bytes, module_of, products, timed, variant_load
 from fusible.bench.rows import Row
 from fusible.demo.worker import without_interrupts
@@ -32,6 +35,9 @@ TUNED = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1
 REST = 0.01
 PROBE_SIZE = 512
 PROBE_RUNS = 4
+#: Tensors of a row's largest size whose memory is touched before its first call, and a bound of it.
+TOUCHED = 16
+MOST_TOUCHED = 1 << 30
 
 
 class Failure(Exception):
@@ -48,6 +54,7 @@ class Bench:
         self.matrix = torch.randn(PROBE_SIZE, PROBE_SIZE)
         self.product = torch.empty_like(self.matrix)
         wake_torch()
+        touch_memory(row)
         self.module = module_of(row, variant)
         self.load = variant_load(self.module, row)
         self.floor: Load | None = None
@@ -101,10 +108,23 @@ class Bench:
 
 
 def wake_torch() -> None:
-    """What torch loads and starts on first use is no variant's own first call."""
+    """What torch loads and starts on first use is no variant's own first call: a backward with an explicit gradient, as
+    the variants are given one, imports half a second's worth of modules."""
     layer = torch.nn.Linear(64, 64)
     out = torch.nn.functional.gelu(layer(torch.randn(64, 64)))
-    torch.autograd.grad(out, list(layer.parameters()), torch.ones_like(out))  # imports half a second's worth of modules
+    torch.autograd.grad(out, list(layer.parameters()), torch.ones_like(out))
+
+
+def touch_memory(row: Row) -> None:
+    """Uses as much memory as the row may need and gives it back, so that no variant is the first to use the machine's.
+
+    A virtual machine gets its memory from the host on first use, which is dear. It comes straight from the system, as
+    what malloc would keep of it would be a present to the variant with a tuned one.
+    """
+    largest = row.tokens * max(row.hidden, *(row.width * times for times in KINDS[row.kind].inputs))
+    memory = mmap.mmap(-1, min(TOUCHED * largest * dtype_of(row).itemsize, MOST_TOUCHED))
+    torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
+    memory.close()
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,8 @@ void set_limit(int64_t bytes) { memory::set_limit(bytes); }
 
 void empty_cache() { memory::empty_cache(); }
 
+void set_fill(bool on) { memory::set_fill(on); }
+
 // (in_use, cached, peak, hits, misses, limit)
 std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t> stats() {
   const memory::Stats s = memory::stats();
@@ -61,6 +63,7 @@ STABLE_TORCH_LIBRARY(fusible, m) {
   m.def("set_pool_from(int bytes) -> ()");
   m.def("set_limit(int bytes) -> ()");
   m.def("empty_cache() -> ()");
+  m.def("set_fill(bool on) -> ()");
   m.def("stats() -> (int, int, int, int, int, int)");
   m.def("isa(int which) -> bool");
 }
@@ -70,6 +73,7 @@ STABLE_TORCH_LIBRARY_IMPL(fusible, CompositeExplicitAutograd, m) {
   m.impl("set_pool_from", TORCH_BOX(&set_pool_from));
   m.impl("set_limit", TORCH_BOX(&set_limit));
   m.impl("empty_cache", TORCH_BOX(&empty_cache));
+  m.impl("set_fill", TORCH_BOX(&set_fill));
   m.impl("stats", TORCH_BOX(&stats));
   m.impl("isa", TORCH_BOX(&isa));
 }

@@ -11,10 +11,11 @@ struct Stats {
   int64_t in_use, cached, peak, hits, misses, limit;
 };
 
-void* allocate(size_t bytes);  // aligned to 64 bytes; throws std::bad_alloc
+void* allocate(size_t bytes);  // begins at a page, at a huge page if it can hold one; throws std::runtime_error
 void release(void* data);      // any thread
 void empty_cache();
 void set_limit(int64_t bytes);  // of the cache; at once
+void set_fill(bool on);         // fresh memory holds NaN in every float type, for tests
 Stats stats();
 
 }  // namespace memory
