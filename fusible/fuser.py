@@ -135,7 +135,7 @@ def _take_shared(executable: Executable, flat: list, outs: tuple, recs: list, sh
     places: _Places = []
     for place, inputs, outputs in executable.exposed:
         record = recs[place]
-        taken = None
+        taken: list[int] | None = None
         for field, value in enumerate(record):
             if isinstance(value, Tensor) and _shares_any(value, flat, inputs, outs, outputs):
                 if taken is None:
@@ -340,7 +340,7 @@ class OperationFuser:
         if _torch.any_autocast():
             kind = inputs[0].device.type
             autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        parts = [grad, autocast, registry.forced()]
+        parts: list[Any] = [grad, autocast, registry.forced()]
         for t in inputs:
             parts += t.shape[-1], t.dtype, t.device, t.requires_grad
         for p in params:

@@ -7,6 +7,7 @@ import torch
 
 import fusible.executable
 from fusible.kernels import library
+from fusible.kernels.dropout import same_masks
 
 
 def pytest_addoption(parser):
@@ -17,7 +18,7 @@ def pytest_addoption(parser):
 
 @pytest.fixture(autouse=True)
 def strict():
-    """Each run of each plan is checked, and fresh uninitialised memory holds NaN."""
+    """Each run of each plan is checked, fresh uninitialised memory holds NaN, and formulas draw the kernels' masks."""
     fusible.executable.CHECK_ALWAYS = True
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -25,7 +26,8 @@ def strict():
         torch.ops.fusible.set_fill(True)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    yield
+    with same_masks():
+        yield
     fusible.executable.CHECK_ALWAYS = False
     torch.use_deterministic_algorithms(False)
     if library.load():

@@ -147,7 +147,7 @@ CASES = {
     ),
     "dropout": Case(
         lambda: [ops.Linear(8, 8), ops.Dropout(0.5), ops.Linear(8, 8)],
-        lambda: [nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)],
+        lambda: [nn.Linear(8, 8), ops.Dropout(0.5), nn.Linear(8, 8)],
     ),
     "bare linear": Case(lambda: [ops.Linear(8, 8, bias=False)], lambda: [nn.Linear(8, 8, bias=False)]),
 }  # fmt: skip

@@ -81,7 +81,7 @@ Tensor run_backward_sums(const Tensor& dy, const Tensor& record, Tensor& dx, Ten
   const Rows d = rows(dy), r = rows(record);
   const ActivationBackward a = backward_of(d, r, dx, y, which);
   const auto loop = loops().activation_backward[storage(record.scalar_type())];
-  const int64_t block = std::max<int64_t>(16, kGrain / 2 / std::max<int64_t>(d.w, 1));  // short rows are summed in lanes
+  const int64_t block = std::max<int64_t>(16, 8192 / std::max<int64_t>(d.w, 1));  // short rows are summed in lanes
   return sum_of_rows(d.n, d.w, block, wide(record.scalar_type()), dtype,
                      [&](int64_t begin, int64_t end, void* sum) { loop(a, begin, end, sum); });
 }
