@@ -77,8 +77,8 @@ def tune_malloc() -> None:
     """Lets the C library keep freed memory, for the whole process, so that plain PyTorch reuses large tensors' memory.
 
     Raises glibc's `M_MMAP_THRESHOLD` to 2 GiB and turns trimming off; docs/memory.md has what that brings. It cannot be
-    undone, and memory that was used once stays with the process. Raises `RuntimeError` where the C
-    library is not glibc.
+    undone, and memory that was used once stays with the process. Raises `RuntimeError` where the C library is not
+    glibc.
     """
     if platform.system() != "Linux" or platform.libc_ver()[0] != "glibc":
         raise RuntimeError(
