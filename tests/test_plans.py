@@ -161,7 +161,8 @@ def test_what_is_kept_is_what_a_call_keeps():
             outs = block(*inputs)
             node = (outs[0] if isinstance(outs, tuple) else outs).grad_fn
         theirs = {t.untyped_storage().data_ptr() for t in (*inputs, *block.parameters())}
-        tensors = [t for record in node.records for t in record if isinstance(t, torch.Tensor)]
+        places = [fields for _, _, fields, _ in node.call[2]]
+        tensors = [t for record in (*node.call[1], *places) for t in record or () if isinstance(t, torch.Tensor)]
         tensors += list(node.saved_tensors)
         kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         assert sum(size for address, size in kept.items() if address not in theirs) == said, name

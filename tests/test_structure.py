@@ -44,7 +44,7 @@ MAY_IMPORT = {
     },
     "sequential": {"_torch", "op", "ops", "rule", "rules", "chain", "infer", "fuser", "explanation"},
     "tolerance": set(),
-    "trial": {"sequential", "tolerance"},
+    "trial": {"kernels", "sequential", "tolerance"},
     "testing": {"tolerance", "trial", "op", "rule", "rules", "codegen", "executable", "sequential"},
     "_info": {"kernels", "kernels.registry"},
     "memory": {"kernels"},

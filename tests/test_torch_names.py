@@ -278,6 +278,11 @@ def test_cpu_capabilities():
     assert all(isinstance(name, str) for name in found)
 
 
+def test_bare():
+    x = torch.ones(2)
+    assert torch.equal(_torch.bare(torch.ops.aten.add.Tensor)(x, x), x + x)
+
+
 def test_they_are_per_thread():
     """Hooks, modes and transforms of one thread are not another's."""
     said = []

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from twins import CASES, RULES, cases, close, tuple_of
 
 import fusible
-from fusible import ops
+from fusible import kernels, ops
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")  # torch's own
 
@@ -83,7 +83,8 @@ def test_compile_without_gradients_and_with_dropout(dynamo):
         torch.manual_seed(3)
         mine = compiled(values(0))
         torch.manual_seed(3)
-        close(mine, twin(values(0)))
+        with kernels.use("reference"):  # as what is compiled, it draws the masks of torch
+            close(mine, twin(values(0)))
         block.eval(), twin.eval()
         close(compiled(values(0)), twin(values(0)))
 

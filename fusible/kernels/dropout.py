@@ -64,7 +64,8 @@ def same_masks() -> Iterator[None]:
 
 def formula(x: Tensor, p: float) -> Tensor:
     """`torch.nn.functional.dropout`; within `same_masks`, with the masks of a kernel that makes them of seeds."""
-    if not (_state.same_masks and x.dim() and dropout.choose(x.device.type, x.dtype, x.shape[-1])):
+    plain = torch.compiler.is_compiling() or not (_state.same_masks and x.dim())
+    if plain or not dropout.choose(x.device.type, x.dtype, x.shape[-1]):
         return torch.nn.functional.dropout(x, p)
     scale = 1 / (1 - p)
     return x * dropout_mask(x, new_seed(), scale) * scale
