@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["check_kind", "coarsest_dtype", "compare", "require", "same"]
+__all__ = ["NEARBY", "check_kind", "coarsest_dtype", "compare", "moved", "require", "same"]
+
+#: How many results nearby are looked at where plain torch was nearer than the fused result.
+NEARBY = 4
 
 
 def require(ok: bool, text: str) -> None:
@@ -64,6 +67,14 @@ def compare(
             f"{what} is off by {error:.3g} at {place}, allowed {limit:.3g} (fused {fused[place].item():.8g}, "
             f"reference {plain[place].item():.8g}, float64 {exact[place].item():.12g})"
         )
+
+
+def moved(tensor: Tensor, noise: float, generator: torch.Generator) -> Tensor:
+    """Each element moved by up to `noise` of its size, at random; integers as they are."""
+    if not (noise and tensor.is_floating_point()):
+        return tensor
+    step = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) * 2 - 1
+    return tensor.detach() * (1 + noise * step.to(tensor.device))
 
 
 def check_kind(what: str, fused: Tensor, plain: Tensor) -> None:

@@ -13,13 +13,11 @@ from torch import Tensor
 
 from fusible.kernels.dropout import same_masks
 from fusible.sequential import Sequential
-from fusible.tolerance import check_kind, coarsest_dtype, compare, require, same
+from fusible.tolerance import NEARBY, check_kind, coarsest_dtype, compare, moved, require, same
 
 __all__ = ["Trial", "double", "like", "seed"]
 
 SEED = 20
-#: Results nearby that are looked at where plain torch was nearer than the fused result.
-NEARBY = 4
 
 
 class Result:
@@ -128,18 +126,13 @@ class Trial:
         """
         generator = torch.Generator().manual_seed(SEED + draw)
 
-        def moved(tensor: Tensor) -> Tensor:
-            if not (noise and tensor.is_floating_point()):
-                return tensor
-            step = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) * 2 - 1
-            return tensor.detach() * (1 + noise * step.to(tensor.device))
-
         block = copy.deepcopy(self.block).double()
         with torch.no_grad():
             for parameter in block.parameters():
-                parameter.copy_(moved(parameter))
-        named = {name: moved(double(t)) for name, t in self.named.items()}
-        return self.run(block, block.reference, [moved(double(t)) for t in self.inputs], named)
+                parameter.copy_(moved(parameter, noise, generator))
+        named = {name: moved(double(t), noise, generator) for name, t in self.named.items()}
+        inputs = [moved(double(t), noise, generator) for t in self.inputs]
+        return self.run(block, block.reference, inputs, named)
 
 
 def _autocast() -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from torch import Tensor
 from fusible.bench.blocks import KINDS, dtype_of, make_block, make_inputs, make_output_gradients, make_twin
 from fusible.bench.rows import Row
 from fusible.sequential import Sequential
-from fusible.tolerance import compare
+from fusible.tolerance import NEARBY, compare, moved
 from fusible.trial import Trial
 
 __all__ = ["Load", "Turn", "check", "copies", "kept_bytes", "products", "timed", "variant_load"]
@@ -151,9 +152,19 @@ def _check_against_twin(block: Sequential, row: Row, inputs: Sequence[Tensor], d
     ]
     names += [f"gradient of {name}" for name, _ in twin.named_parameters()]
     fused, plain = _run(block, inputs, douts), _run(twin, inputs, douts)
-    exact = _run(copy.deepcopy(twin).double(), [x.double() for x in inputs], [d.double() for d in douts])
-    for name, a, b, c in zip(names, fused, plain, exact, strict=True):
-        compare(name, a, b, c, dtype_of(row))
+    doubles, generator = copy.deepcopy(twin).double(), torch.Generator().manual_seed(3)
+
+    def in_float64(noise: float) -> list[Tensor]:
+        """The results for inputs and gradients that are moved by up to `noise` of their size."""
+        xs, ds = ([moved(t.double(), noise, generator) for t in tensors] for tensors in (inputs, douts))
+        return _run(doubles, xs, ds)
+
+    def nearby(place: int) -> list[Tensor | None]:
+        return [in_float64(torch.finfo(dtype_of(row)).eps)[place] for _ in range(NEARBY)]
+
+    exact = in_float64(0.0)
+    for place, (name, a, b, c) in enumerate(zip(names, fused, plain, exact, strict=True)):
+        compare(name, a, b, c, dtype_of(row), functools.partial(nearby, place))
 
 
 def _run(module: torch.nn.Module, inputs: Sequence[Tensor], douts: Sequence[Tensor]) -> list[Tensor]:

@@ -127,6 +127,18 @@ static void reduce(const Row<A>& r, A& dot, A& total) {
     reduce<false, false>(r, dot, total);
 }
 
+// Rows that are summed in arithmetic form; their sums are added in double, so that errors do not grow with the rows.
+constexpr int64_t kBlock = 16;
+template <class A>
+static void flush(A* block, int64_t w, double* total) {
+  if (!block) return;
+#pragma omp simd
+  for (int64_t i = 0; i < w; ++i) {
+    total[i] += block[i];
+    block[i] = 0;
+  }
+}
+
 template <class T>
 static void backward(const NormBackward& a, int64_t begin, int64_t end) {
   using A = wide<T>;
@@ -135,13 +147,20 @@ static void backward(const NormBackward& a, int64_t begin, int64_t end) {
   const A* gain = static_cast<const A*>(a.gain);
   std::vector<A> ones(gain ? 0 : size_t(w), A(1));
   if (!gain) gain = ones.data();
+  std::vector<A> blocks((a.dgain ? w : 0) + (a.dbias ? w : 0));
+  A* dgain = a.dgain ? blocks.data() : nullptr;
+  A* dbias = a.dbias ? blocks.data() + (a.dgain ? w : 0) : nullptr;
   for (int64_t c = begin; c < end; ++c) {
-    A* dgain = a.dgain ? static_cast<A*>(a.dgain) + c * w : nullptr;
-    A* dbias = a.dbias ? static_cast<A*>(a.dbias) + c * w : nullptr;
-    for (int64_t i = 0; dgain && i < w; ++i) dgain[i] = 0;
-    for (int64_t i = 0; dbias && i < w; ++i) dbias[i] = 0;
-    const int64_t last = (c + 1) * a.chunk < a.rows ? (c + 1) * a.chunk : a.rows;
-    for (int64_t r = c * a.chunk; r < last; ++r) {
+    double* dgains = a.dgain ? a.dgain + c * w : nullptr;
+    double* dbiases = a.dbias ? a.dbias + c * w : nullptr;
+    if (dgains) std::fill_n(dgains, w, 0.0);
+    if (dbiases) std::fill_n(dbiases, w, 0.0);
+    const int64_t first = c * a.chunk, last = std::min(first + a.chunk, a.rows);
+    for (int64_t r = first; r < last; ++r) {
+      if ((r - first) % kBlock == 0) {
+        flush(dgain, w, dgains);
+        flush(dbias, w, dbiases);
+      }
       const A* dy = row(static_cast<const T*>(a.dy) + r * a.dy_stride, w, scratch.data());
       const A* x = row(static_cast<const T*>(a.x) + r * a.x_stride, w, scratch.data() + w);
       const A mean = a.mean ? static_cast<const A*>(a.mean)[r] : A(0);
@@ -173,6 +192,8 @@ static void backward(const NormBackward& a, int64_t begin, int64_t end) {
         finish(y_out, w, y);
       }
     }
+    flush(dgain, w, dgains);
+    flush(dbias, w, dbiases);
   }
 }
 

@@ -45,8 +45,8 @@ struct NormBackward {
   void* dropped;         // [n, w], dx behind the mask, or null
   const void* bias;      // [w] in arithmetic form, or null; read for y alone
   void* y;               // [n, w], forward's result computed again, or null
-  void* dgain;           // [chunks, w] partial sums in arithmetic form, or null
-  void* dbias;           // [chunks, w], or null
+  double* dgain;         // [chunks, w] partial sums, or null
+  double* dbias;         // [chunks, w], or null
   int64_t rows;
   int64_t chunk;         // rows of a chunk
   int64_t width;

@@ -88,18 +88,24 @@ std::tuple<Tensor, Tensor, Tensor> backward(
   if (more.dropped) a.mask = more.mask, a.dropped = more.dropped->mutable_data_ptr();
   if (more.y) a.y = more.y->mutable_data_ptr();
   const int64_t chunks = std::max<int64_t>(1, (in.n + a.chunk - 1) / a.chunk);
-  const int64_t partial[2] = {chunks, in.w};
   Tensor dx = want_x ? empty(x) : rstd;
-  Tensor dgain = want_weight ? empty(partial, 2, arithmetic) : rstd, dbias = want_bias ? empty(partial, 2, arithmetic) : rstd;
   if (want_x) a.dx = dx.mutable_data_ptr();
-  if (want_weight) a.dgain = dgain.mutable_data_ptr();
-  if (want_bias) a.dbias = dbias.mutable_data_ptr();
+  const Scratch<double> partial(chunks * in.w * (int64_t(want_weight) + int64_t(want_bias)));
+  double* next = partial.get();
+  if (want_weight) a.dgain = next, next += chunks * in.w;
+  if (want_bias) a.dbias = next;
   const auto loop = loops().norm_backward[storage(dtype)];
   torch::stable::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) { loop(a, begin, end); });
   const int64_t* shape = x.sizes().data() + (x.dim() - trailing);
   const ScalarType out = weight ? weight->scalar_type() : arithmetic;
-  return {dx, want_weight ? reduced(dgain, shape, trailing, out) : rstd,
-          want_bias ? reduced(dbias, shape, trailing, out) : rstd};
+  const auto sum = [&](double* parts) {
+    Tensor total = empty(shape, trailing, out);
+    add_chunks(parts, chunks, in.w);
+    rounded(parts, in.w, total);
+    return total;
+  };
+  Tensor dweight = want_weight ? sum(a.dgain) : rstd, dbias = want_bias ? sum(a.dbias) : rstd;
+  return {dx, dweight, dbias};
 }
 
 std::tuple<Tensor, Tensor, Tensor> dnorm(

@@ -53,6 +53,26 @@ inline Rows elements(const Tensor& t) {
   return {t, t.const_data_ptr(), t.numel(), 1, 1};
 }
 
+// Adds the rows of [chunks, w] to the first one, in their order.
+inline void add_chunks(double* total, int64_t chunks, int64_t w) {
+  for (int64_t c = 1; c < chunks; ++c)
+    for (int64_t i = 0; i < w; ++i) total[i] += total[c * w + i];
+}
+
+// Rounds w sums to the elements of a contiguous tensor.
+inline void rounded(const double* sums, int64_t w, Tensor& out) {
+  void* to = out.mutable_data_ptr();
+  const auto round = [&](auto* result, auto convert) {
+    for (int64_t i = 0; i < w; ++i) result[i] = convert(sums[i]);
+  };
+  switch (storage(out.scalar_type())) {
+    case kFloat: round(static_cast<float*>(to), [](double v) { return float(v); }); break;
+    case kDouble: round(static_cast<double*>(to), [](double v) { return v; }); break;
+    case kBFloat16: round(static_cast<bf16*>(to), [](double v) { return FUSIBLE_ISA::to_bf16(float(v)); }); break;
+    default: round(static_cast<f16*>(to), [](double v) { return FUSIBLE_ISA::to_f16(float(v)); });
+  }
+}
+
 // The sum over n rows as a tensor [w] of `dtype`; `loop(begin, end, sums)` adds its rows' to `sums`, of type A. Chunks of
 // rows run in parallel. Each is summed in blocks of rows, and those in double, so that errors do not grow with their
 // number.
@@ -76,19 +96,9 @@ Tensor sum_of_rows(int64_t n, int64_t w, int64_t block, ScalarType dtype, const 
       }
     }
   });
-  for (int64_t c = 1; c < chunks; ++c)
-    for (int64_t i = 0; i < w; ++i) total[i] += total[c * w + i];
+  add_chunks(total, chunks, w);
   Tensor out = empty(&w, 1, dtype);
-  void* to = out.mutable_data_ptr();
-  auto round = [&](auto* result, auto convert) {
-    for (int64_t i = 0; i < w; ++i) result[i] = convert(A(total[i]));
-  };
-  switch (storage(dtype)) {
-    case kFloat: round(static_cast<float*>(to), [](A v) { return float(v); }); break;
-    case kDouble: round(static_cast<double*>(to), [](A v) { return double(v); }); break;
-    case kBFloat16: round(static_cast<bf16*>(to), [](A v) { return FUSIBLE_ISA::to_bf16(float(v)); }); break;
-    default: round(static_cast<f16*>(to), [](A v) { return FUSIBLE_ISA::to_f16(float(v)); });
-  }
+  rounded(total, w, out);
   return out;
 }
 template <class F>

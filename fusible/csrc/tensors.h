@@ -132,24 +132,4 @@ inline int64_t chunk_rows(int64_t n, int64_t w) {
   return std::max<int64_t>(1, (n + chunks - 1) / chunks);
 }
 
-// The sum of [chunks, w] partial sums over the chunks, in their order, as `dtype`.
-inline Tensor reduced(const Tensor& partial, const int64_t* sizes, int64_t dim, ScalarType dtype) {
-  const int64_t chunks = partial.size(0), w = partial.size(1);
-  const ScalarType arithmetic = partial.scalar_type();
-  Tensor out = empty(sizes, dim, arithmetic);
-  auto add = [&](auto* total, const auto* parts) {
-    for (int64_t i = 0; i < w; ++i) total[i] = 0;
-    for (int64_t c = 0; c < chunks; ++c)
-      for (int64_t i = 0; i < w; ++i) total[i] += parts[c * w + i];
-  };
-  if (arithmetic == ScalarType::Double)
-    add(static_cast<double*>(out.mutable_data_ptr()), static_cast<const double*>(partial.const_data_ptr()));
-  else
-    add(static_cast<float*>(out.mutable_data_ptr()), static_cast<const float*>(partial.const_data_ptr()));
-  if (dtype == arithmetic) return out;
-  Tensor cast = empty(sizes, dim, dtype);
-  torch::stable::copy_(cast, out);
-  return cast;
-}
-
 }  // namespace tensors
