@@ -3,7 +3,8 @@
     python benchmarks/small_kernels.py [--width 64] [--rounds 25] [kernel ...]
 
 For each kernel with both bodies: the time of the C++ body over that of the torch body, at some numbers of elements in
-float32, on one thread, the two interleaved. Above 1 torch is faster; `fusible/kernels/cpu` takes it up to `SMALL`.
+float32, on one thread, the two interleaved. Above 1 torch is faster; `fusible/kernels/cpu/activation.py` lists
+up to which size torch's are taken.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -217,6 +218,7 @@ def check_op(op: Op, *inputs: Tensor, gradcheck: bool = True) -> None:
     positional = inputs[: len(inputs) - len(shared)]
     named = dict(zip(shared, inputs[len(positional) :], strict=True))
     check(block, *positional, gradcheck=gradcheck, **named)  # type: ignore[arg-type]
+    _check_sizes(block, positional, named)
 
 
 def _check_infer(op: Op, inputs: Sequence[Tensor]) -> None:
@@ -257,6 +259,58 @@ def check_rule(rule: Rule, ops: Iterable[Any], *inputs: Tensor, **named: Tensor)
     if rule.direction == "forward":
         _check_records(block, rule, asked, named)
     check(block, *inputs, **named)  # type: ignore[arg-type]
+    _check_sizes(block, inputs, named)
+
+
+#: Numbers of rows that leave tails of every length; and how many it takes for a sum in a narrow dtype to stand still.
+ROWS = (5, 16, 33, 1)
+MANY_ROWS = 700
+#: What is added to the inputs for the case of a large mean.
+LARGE_MEAN = 1024.0
+
+
+def _check_sizes(block: Sequential, inputs: Sequence[Tensor], named: dict[str, Tensor]) -> None:
+    """More and fewer rows, values far from zero, and many rows in bfloat16."""
+    given = [*inputs, *named.values()]
+    wanted = [(p, p.requires_grad) for p in block.parameters()]
+    try:
+        with _checked_always(), torch.random.fork_rng(devices=[]):
+            if all(t.dim() > 1 and t.shape[0] for t in given) and given:
+                for rows in ROWS:
+                    _compare_changed(f"{rows} rows", block, inputs, named, functools.partial(_rows, rows=rows))
+                if all(t.is_floating_point() for t in given):
+                    narrow = copy.deepcopy(block).to(torch.bfloat16)
+                    what = f"{MANY_ROWS} rows in bfloat16"
+                    many = lambda t: _rows(t, MANY_ROWS).bfloat16()  # noqa: E731
+                    _compare_changed(what, narrow, inputs, named, many, lambda grad: grad + 1)  # so that sums are large
+            if all(t.is_floating_point() for t in given):
+                _compare_changed("large mean", block, inputs, named, lambda t: t + LARGE_MEAN)
+    finally:
+        for parameter, wants in wanted:
+            parameter.requires_grad_(wants).grad = None
+
+
+def _compare_changed(
+    what: str,
+    block: Sequential,
+    inputs: Sequence[Tensor],
+    named: dict[str, Tensor],
+    change: Callable[[Tensor], Tensor],
+    layout: Callable[[Tensor], Tensor] = lambda grad: grad,
+) -> None:
+    case = Trial(block, [change(t.detach()) for t in inputs], {name: change(t.detach()) for name, t in named.items()})
+    case.layout = layout
+    if case.fits():
+        case.compare(what)
+
+
+def _rows(tensor: Tensor, rows: int) -> Tensor:
+    """So many rows, those of the tensor again and again, each a little different."""
+    repeated = tensor[torch.arange(rows) % tensor.shape[0]]
+    if not tensor.is_floating_point():
+        return repeated
+    factor = 1 + (torch.arange(rows, device=tensor.device) % 7) / 8
+    return repeated * factor.to(tensor.dtype).view(-1, *[1] * (tensor.dim() - 1))
 
 
 def _check_records(block: Sequential, rule: Rule, inputs: Sequence[Tensor], named: dict[str, Tensor]) -> None:

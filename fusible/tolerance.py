@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from fusible.diagnosis import circumstance, likely_cause
+
 __all__ = ["NEARBY", "check_kind", "coarsest_dtype", "compare", "moved", "require", "same"]
 
 #: How many results nearby are looked at where plain torch was nearer than the fused result.
@@ -62,10 +64,10 @@ def compare(
     if error > limit:
         limit = max([limit, *[2 * _error(near, exact) for near in nearby() if near is not None]])
     if error > limit:
-        place = _worst(fused, exact)
+        place, because = _worst(fused, exact), _because(what, fused, exact, limit)
         raise AssertionError(
             f"{what} is off by {error:.3g} at {place}, allowed {limit:.3g} (fused {fused[place].item():.8g}, "
-            f"reference {plain[place].item():.8g}, float64 {exact[place].item():.12g})"
+            f"reference {plain[place].item():.8g}, float64 {exact[place].item():.12g}){because}"
         )
 
 
@@ -81,6 +83,11 @@ def check_kind(what: str, fused: Tensor, plain: Tensor) -> None:
     """Raises `AssertionError` if shape or dtype differ."""
     require(fused.shape == plain.shape, f"{what} has shape {list(fused.shape)} fused, {list(plain.shape)} in reference")
     require(fused.dtype == plain.dtype, f"{what} has dtype {fused.dtype} fused, {plain.dtype} in reference")
+
+
+def _because(what: str, got: Tensor, exact: Tensor, limit: float) -> str:
+    cause = likely_cause(got, exact, limit) or circumstance(what)
+    return f"; {cause}" if cause else ""
 
 
 def _presence(tensor: Tensor | None) -> str:

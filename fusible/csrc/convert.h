@@ -131,24 +131,32 @@ inline void finish(T* out, int64_t n, const wide<T>* scratch) {
   if constexpr (!std::is_same_v<T, wide<T>>) store(scratch, n, out);
 }
 
-// A sum over i < n of f(i), in 64 lanes so that it does not wait for its own additions; the order is fixed.
-template <class A, class F>
-inline A sum(int64_t n, const F& f) {
-  constexpr int64_t lanes = 64;
+// Sums over i < n, in so many lanes that they do not wait for their own additions; short ones in few, since the lanes are
+// added up at the end. The order depends on n alone.
+constexpr int64_t kShortSum = 512;
+
+template <int64_t lanes, class A, class F>
+inline A sum_in(int64_t n, const F& f) {
   A acc[lanes] = {};
   int64_t i = 0;
-  for (; i + lanes <= n; i += lanes)
+  for (; i + lanes <= n; i += lanes) {
+#pragma omp simd
     for (int64_t k = 0; k < lanes; ++k) acc[k] += f(i + k);
+  }
   for (int64_t k = 0; i + k < n; ++k) acc[k] += f(i + k);
   for (int64_t half = lanes / 2; half > 0; half /= 2)
     for (int64_t k = 0; k < half; ++k) acc[k] += acc[k + half];
   return acc[0];
 }
 
-// Two such sums; f(i, a, b) adds to a and b, and may write what only i depends on.
+// The sum of f(i).
 template <class A, class F>
-inline void sums(int64_t n, A& first, A& second, const F& f) {
-  constexpr int64_t lanes = 64;
+inline A sum(int64_t n, const F& f) {
+  return n < kShortSum ? sum_in<16, A>(n, f) : sum_in<64, A>(n, f);
+}
+
+template <int64_t lanes, class A, class F>
+inline void sums_in(int64_t n, A& first, A& second, const F& f) {
   A a[lanes] = {}, b[lanes] = {};
   int64_t i = 0;
   for (; i + lanes <= n; i += lanes) {
@@ -159,6 +167,15 @@ inline void sums(int64_t n, A& first, A& second, const F& f) {
   for (int64_t half = lanes / 2; half > 0; half /= 2)
     for (int64_t k = 0; k < half; ++k) a[k] += a[k + half], b[k] += b[k + half];
   first = a[0], second = b[0];
+}
+
+// Two sums; f(i, a, b) adds to a and b, and may write what only i depends on.
+template <class A, class F>
+inline void sums(int64_t n, A& first, A& second, const F& f) {
+  if (n < kShortSum)
+    sums_in<16>(n, first, second, f);
+  else
+    sums_in<64>(n, first, second, f);
 }
 
 }  // namespace FUSIBLE_ISA
