@@ -120,7 +120,7 @@ class Trial:
             raise AssertionError(f"{what}: {text}")
 
     def _exact(self, noise: float = 0.0, draw: int = 0) -> Result:
-        """`reference` in float64, with each input and parameter moved by up to `noise` of its size.
+        """`reference` in float64, with each input, parameter and incoming gradient moved by up to `noise` of its size.
 
         Parameters that are float64 already stay the ones there.
         """
@@ -132,7 +132,12 @@ class Trial:
                 parameter.copy_(moved(parameter, noise, generator))
         named = {name: moved(double(t), noise, generator) for name, t in self.named.items()}
         inputs = [moved(double(t), noise, generator) for t in self.inputs]
-        return self.run(block, block.reference, inputs, named)
+        layout = self.layout
+        self.layout = lambda grad: moved(layout(grad), noise, generator)
+        try:
+            return self.run(block, block.reference, inputs, named)
+        finally:
+            self.layout = layout
 
 
 def _autocast() -> list[Tensor]:
