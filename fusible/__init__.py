@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fusible import kernels, memory, ops, rules, testing
 from fusible._info import info
 from fusible.op import Env, Grads, Op, Out, Saved, Spec, reads_for
@@ -9,6 +11,16 @@ from fusible.rule import RuleSet, backward, forward, rewrite
 from fusible.sequential import Sequential, use_rules
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """`profile` is loaded when it is asked for."""
+    if name == "profile":
+        from fusible.profiling import profile
+
+        return profile
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "Env",
@@ -25,6 +37,7 @@ __all__ = [
     "kernels",
     "memory",
     "ops",
+    "profile",
     "reads_for",
     "rewrite",
     "rules",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +13,7 @@ from fusible.checked import check_memory, checked_backward, checked_forward
 from fusible.codegen import backward_function, forward_function, records
 from fusible.graph_op import GraphSaved, check_replayed
 from fusible.infer import Specs
-from fusible.plan import Plan
+from fusible.plan import Plan, Step
 
 __all__ = ["Executable"]
 
@@ -19,6 +21,20 @@ __all__ = ["Executable"]
 MAX_SHAPES = 256
 #: Checks every run of every plan, not the first alone; the tests set it.
 CHECK_ALWAYS = False
+#: What runs in the place of each step (direction, step), while somebody profiles; looked at where `CHECK_ALWAYS` is
+#: set.
+OBSERVE: Callable[[str, Step], Callable[..., Any]] | None = None
+
+
+@contextmanager
+def observed(observe: Callable[[str, Step], Callable[..., Any]]) -> Iterator[None]:
+    """Lets `observe(direction, step)` stand in for the functions of all steps that run, in any thread."""
+    global CHECK_ALWAYS, OBSERVE
+    before, CHECK_ALWAYS, OBSERVE = (CHECK_ALWAYS, OBSERVE), True, observe
+    try:
+        yield
+    finally:
+        CHECK_ALWAYS, OBSERVE = before
 
 
 class Executable:
@@ -96,6 +112,8 @@ class Executable:
         """The forward pass on inputs and parameters, with grad mode and autocast off."""
         if self.checked and not CHECK_ALWAYS:
             return self.forward.run(*flat)
+        if OBSERVE is not None and self.checked:
+            return self.forward.bind(functools.partial(OBSERVE, "forward"))(*flat)
         check = self.forward.bind(lambda step: checked_forward(step, self.plan, self.trains))
         result = check(*flat)
         check_memory(self.plan, self.exposed, flat[: self.num_inputs], *result)
@@ -110,6 +128,8 @@ class Executable:
         function, checked = found
         if checked and not CHECK_ALWAYS:
             return function.run(douts, recs, params)
+        if OBSERVE is not None and checked:
+            return function.bind(functools.partial(OBSERVE, "backward"))(douts, recs, params)
         check = function.bind(lambda step: checked_backward(step, self.plan))
         result = check(douts, recs, params)
         found[1] = True

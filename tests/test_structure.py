@@ -46,6 +46,7 @@ MAY_IMPORT = {
     "diagnosis": set(),
     "tolerance": {"diagnosis"},
     "trial": {"kernels", "sequential", "tolerance"},
+    "profiling": {"executable", "explanation", "ops", "plan", "sequential"},
     "testing": {"tolerance", "trial", "op", "rule", "rules", "codegen", "executable", "sequential"},
     "_info": {"kernels", "kernels.registry"},
     "memory": {"kernels"},
