@@ -165,7 +165,10 @@ def _shares_any(value: Tensor, flat: list, inputs: Sequence[int], outs: tuple, o
     for place in inputs:
         if value is flat[place] or _torch.shares_memory(value, flat[place]):
             return True
-    return any([_torch.shares_memory(value, outs[place]) for place in outputs])  # noqa: C419 - hot
+    for place in outputs:  # noqa: SIM110 - hot
+        if _torch.shares_memory(value, outs[place]):
+            return True
+    return False
 
 
 def _replayable(flat: Sequence[Tensor | None]) -> list[Any]:

@@ -26,24 +26,27 @@ def _result(x: Tensor, width: int) -> Tensor:
     return operators.empty([*x.shape[:-1], width], x.dtype)
 
 
-def _large(x: Tensor, width: int) -> bool:
-    return x.numel() * width >= LARGE * max(x.shape[-1], 1)
+def _large(x: Tensor, width: int, out: int) -> bool:
+    """Whether x [..., width] gives a large result [..., out]."""
+    return x.numel() * out >= LARGE * (width or 1)
 
 
 @linear.gemm.backend("cpu", _applies)
 def gemm(x: Tensor, weight: Tensor) -> Tensor:
-    if not _large(x, weight.shape[0]):
+    out, width = weight.shape
+    if not _large(x, width, out):
         return torch.nn.functional.linear(x, weight)
-    y = _result(x, weight.shape[0])
+    y = _result(x, out)
     torch.mm(_rows(x), weight.t(), out=_rows(y))
     return y
 
 
 @linear.dgemm_x.backend("cpu", _applies)
 def dgemm_x(dy: Tensor, weight: Tensor) -> Tensor:
-    if not _large(dy, weight.shape[1]):
+    width, out = weight.shape
+    if not _large(dy, width, out):
         return torch.matmul(dy, weight)
-    dx = _result(dy, weight.shape[1])
+    dx = _result(dy, out)
     torch.mm(_rows(dy), weight, out=_rows(dx))
     return dx
 
@@ -59,18 +62,20 @@ def dgemm_weight(dy: Tensor, x: Tensor) -> Tensor:
 
 @epilogue.gemm_bias.backend("cpu", _applies)
 def gemm_bias(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    if not _large(x, weight.shape[0]):
+    out, width = weight.shape
+    if not _large(x, width, out):
         return torch.nn.functional.linear(x, weight, bias)
-    y = _result(x, weight.shape[0])
+    y = _result(x, out)
     torch.addmm(bias, _rows(x), weight.t(), out=_rows(y))
     return y
 
 
 @epilogue.gemm_add.backend("cpu", _applies)
 def gemm_add(x: Tensor, weight: Tensor, bias: Tensor | None, extra: Tensor) -> Tensor:
-    if not _large(x, weight.shape[0]):
+    out, width = weight.shape
+    if not _large(x, width, out):
         return epilogue.gemm_add.body(x, weight, bias, extra)
-    y = _result(x, weight.shape[0])
+    y = _result(x, out)
     if bias is None:
         torch.addmm(_rows(extra), _rows(x), weight.t(), out=_rows(y))
         return y
@@ -80,8 +85,9 @@ def gemm_add(x: Tensor, weight: Tensor, bias: Tensor | None, extra: Tensor) -> T
 
 @epilogue.dgemm_x_add.backend("cpu", _applies)
 def dgemm_x_add(dy: Tensor, weight: Tensor, extra: Tensor) -> Tensor:
-    if not _large(dy, weight.shape[1]):
+    width, out = weight.shape
+    if not _large(dy, width, out):
         return epilogue.dgemm_x_add.body(dy, weight, extra)
-    dx = _result(dy, weight.shape[1])
+    dx = _result(dy, out)
     torch.addmm(_rows(extra), _rows(dy), weight, out=_rows(dx))
     return dx
