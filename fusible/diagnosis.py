@@ -5,14 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["circumstance", "likely_cause"]
+__all__ = ["likely_cause"]
 
 #: How near a pattern must come to what was found, as a fraction of the error.
 NEAR = 0.02
 
 
-def likely_cause(got: Tensor, exact: Tensor, limit: float) -> str:
-    """One sentence on why `got` may differ from `exact` by more than `limit`; empty where no pattern fits."""
+def likely_cause(what: str, got: Tensor, exact: Tensor, limit: float) -> str:
+    """Why `got` may differ from `exact` by more than `limit`, in a few words; empty where no pattern fits.
+
+    Args:
+        what: the name of the comparison, `circumstance: value`.
+    """
     got, exact = got.double(), exact.double()
     if got.shape != exact.shape or not (got.numel() and got.isfinite().all() and exact.isfinite().all()):
         return ""
@@ -20,15 +24,30 @@ def likely_cause(got: Tensor, exact: Tensor, limit: float) -> str:
     wrong = difference.abs() > limit
     if not got.any():
         return "it is zero everywhere: a term or a gradient is missing"
-    for cause in (_tail(wrong), _factor(got, exact, wrong), _swapped(got, exact, limit), _offset(difference, wrong)):
+    for cause in (
+        _mask(got, exact, wrong),
+        _tail(wrong),
+        _factor(got, exact, wrong),
+        _swapped(got, exact, limit),
+        _offset(difference, wrong),
+    ):
         if cause:
             return cause
     missing = wrong & (got == 0)
     if missing.sum() * 2 >= wrong.sum() and missing.any():
         return "where it differs it is zero: something was dropped, or never written"
+    if here := _circumstance(what):
+        return here
     if difference.abs().max() < 0.05 * exact.abs().max():
         return "it is near: a sum in too few digits, or a difference of large numbers that cancel"
     return ""
+
+
+def _mask(got: Tensor, exact: Tensor, wrong: Tensor) -> str:
+    """Zero where it should not be, and not zero where it should."""
+    gone, come = wrong & (got == 0), wrong & (exact == 0)
+    found = bool(gone.any() and come.any() and ((gone | come) == wrong).all())
+    return "zeros are in other places: a mask was drawn again, or is another one" if found else ""
 
 
 def _tail(wrong: Tensor) -> str:
@@ -84,7 +103,7 @@ _CIRCUMSTANCES = (
 )
 
 
-def circumstance(what: str) -> str:
+def _circumstance(what: str) -> str:
     """What the name of a comparison, `circumstance: value`, says about the cause; empty if nothing."""
     name, colon, _ = what.partition(": ")
     return next((text for word, text in _CIRCUMSTANCES if word in name), "") if colon else ""

@@ -266,7 +266,7 @@ def check_rule(rule: Rule, ops: Iterable[Any], *inputs: Tensor, **named: Tensor)
 ROWS = (5, 16, 33, 1)
 MANY_ROWS = 700
 #: What is added to the inputs for the case of a large mean.
-LARGE_MEAN = 1024.0
+LARGE_MEAN = 4096.0
 
 
 def _check_sizes(block: Sequential, inputs: Sequence[Tensor], named: dict[str, Tensor]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from fusible.diagnosis import circumstance, likely_cause
+from fusible.diagnosis import likely_cause
 
 __all__ = ["NEARBY", "check_kind", "coarsest_dtype", "compare", "moved", "require", "same"]
 
@@ -86,7 +86,7 @@ def check_kind(what: str, fused: Tensor, plain: Tensor) -> None:
 
 
 def _because(what: str, got: Tensor, exact: Tensor, limit: float) -> str:
-    cause = likely_cause(got, exact, limit) or circumstance(what)
+    cause = likely_cause(what, got, exact, limit)
     return f"; {cause}" if cause else ""
 
 
