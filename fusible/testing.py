@@ -281,8 +281,7 @@ def _check_sizes(block: Sequential, inputs: Sequence[Tensor], named: dict[str, T
                 if all(t.is_floating_point() for t in given):
                     narrow = copy.deepcopy(block).to(torch.bfloat16)
                     what = f"{MANY_ROWS} rows in bfloat16"
-                    many = lambda t: _rows(t, MANY_ROWS).bfloat16()  # noqa: E731
-                    _compare_changed(what, narrow, inputs, named, many, lambda grad: grad + 1)  # so that sums are large
+                    _compare_changed(what, narrow, inputs, named, _many_rows, lambda grad: grad + 1)  # for large sums
             if all(t.is_floating_point() for t in given):
                 _compare_changed("large mean", block, inputs, named, lambda t: t + LARGE_MEAN)
     finally:
@@ -311,6 +310,10 @@ def _rows(tensor: Tensor, rows: int) -> Tensor:
         return repeated
     factor = 1 + (torch.arange(rows, device=tensor.device) % 7) / 8
     return repeated * factor.to(tensor.dtype).view(-1, *[1] * (tensor.dim() - 1))
+
+
+def _many_rows(tensor: Tensor) -> Tensor:
+    return _rows(tensor, MANY_ROWS).bfloat16()
 
 
 def _check_records(block: Sequential, rule: Rule, inputs: Sequence[Tensor], named: dict[str, Tensor]) -> None:

@@ -342,13 +342,13 @@ def test_a_million_cycles_do_not_grow():
             for size in sizes:
                 empty(size, torch.float32)
 
-    cycles(1000)
+    cycles(count // 4)
     before, memory_before = memory.stats(), resident()
     cycles(count)
     after = memory.stats()
     assert (after.in_use, after.cached, after.peak) == (before.in_use, before.cached, before.peak)
     assert (after.hits - before.hits, after.misses) == (3 * count, before.misses)
-    assert SANITIZED or resident() - memory_before < 4 * MIB  # four bytes a cycle
+    assert SANITIZED or resident() - memory_before < MIB
 
 
 @linux

@@ -1,4 +1,6 @@
 // Chooses the instruction set once, and registers the operators that belong to no family.
+#include <cstdlib>
+#include <cstring>
 #include <tuple>
 
 #include "tensors.h"
@@ -12,17 +14,24 @@ void fill(Loops&);
 }
 #endif
 
+// As torch's own kernels do, ours obey ATEN_CPU_CAPABILITY: "default" for plain loops, "avx2" for no more than that.
+static bool allowed(const char* set) {
+  const char* most = std::getenv("ATEN_CPU_CAPABILITY");
+  if (!most || std::strcmp(most, "avx512") == 0) return true;
+  return std::strcmp(most, set) == 0;
+}
+
 const Loops& loops() {
   static const Loops table = [] {
     Loops filled{};
 #if defined(FUSIBLE_X86)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+    if (allowed("avx512") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl")) {
       avx512::fill(filled);
       return filled;
     }
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+    if (allowed("avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
       avx2::fill(filled);
       return filled;
     }
