@@ -9,14 +9,14 @@ import torch
 
 from fusible._torch import shares_memory
 from fusible.op import Grads, Op, Out, Saved, has_kernels
-from fusible.plan import Plan, Step
+from fusible.plan import Plan, Step, made_by
 
 __all__ = ["checked_backward", "checked_forward"]
 
 
 def checked_forward(step: Step, plan: Plan, want_records: bool) -> Callable[..., Out]:
     """The step's function, raising `TypeError` where its `Out` breaks the contract."""
-    made = [step.nodes[-1].outs[0], *(value for node in step.nodes for value in node.outs[1:])]
+    made = made_by(step)
     slots = {"saved": step.nodes[0]} if step.rule is None else _present(step)
 
     def run(*args: Any) -> Out:

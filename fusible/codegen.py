@@ -13,7 +13,7 @@ import torch
 from fusible.chain import Node
 from fusible.graph_op import GraphSaved
 from fusible.op import Saved, has_kernels
-from fusible.plan import Plan, Step, params_read_by
+from fusible.plan import Plan, Step, made_by, params_read_by
 
 __all__ = ["Function", "backward_function", "forward_function"]
 
@@ -49,7 +49,7 @@ def records(plan: Plan) -> list[Node]:
 
 
 def forward_function(plan: Plan, want_records: bool) -> Function:
-    """`run(*inputs, *params) -> (outputs, records)`, records as a list."""
+    """`run(*inputs, *params) -> (outputs, records)`, records as a list; what crosses cuts comes behind the outputs."""
     kept = {id(node) for node in records(plan)} if want_records else set()
     lines = [f"def run({', '.join(f'v{value}' for value in plan.inputs)}):"]
     names: dict[str, Any] = {}
@@ -57,7 +57,7 @@ def forward_function(plan: Plan, want_records: bool) -> Function:
     last_use = _last_uses(plan)
     for number, step in enumerate(plan.forward_steps):
         steps[f"f{number}"] = step
-        values = [f"v{value}" for value in _made(step)]
+        values = [f"v{value}" for value in made_by(step)]
         lines.append(f"    # {_comment(step)}")
         lines.append(f"    o = f{number}({', '.join(_forward_arguments(plan, step))})")
         lines.append(f"    {', '.join(values)}, = o.values")
@@ -67,7 +67,7 @@ def forward_function(plan: Plan, want_records: bool) -> Function:
         dead = [f"v{value}" for value in last_use.get(number, ())]
         if dead:
             lines.append(f"    del {', '.join(dead)}")
-    outputs = "".join(f"v{value}, " for value in plan.outputs)
+    outputs = "".join(f"v{value}, " for value in (*plan.outputs, *plan.crossing_sources))
     kept_names = ", ".join(f"r{plan.index(node)}" for node in records(plan) if id(node) in kept)
     lines.append(f"    return ({outputs}), [{kept_names}]")
     return Function(lines, names, steps)
@@ -83,11 +83,6 @@ def _slots(step: Step) -> list[tuple[str, Node]]:
     if step.rule is None:
         return [("saved", step.nodes[0])]
     return [(slot.name, node) for slot, node in zip(step.rule.slots, step.slots, strict=True) if node is not None]
-
-
-def _made(step: Step) -> list[int]:
-    """The values that a forward step makes: the stream, then the extra outputs in order."""
-    return [step.nodes[-1].outs[0], *(value for node in step.nodes for value in node.outs[1:])]
 
 
 def _forward_arguments(plan: Plan, step: Step) -> list[str]:
@@ -128,13 +123,14 @@ def _last_uses(plan: Plan) -> dict[int, list[int]]:
     """Per forward step: the values that are not used after it, and do not leave."""
     last: dict[int, int] = {}
     for number, step in enumerate(plan.forward_steps):
-        for value in _made(step):
+        for value in made_by(step):
             last[value] = number
         taken = (step.nodes[0].ins[0], *(v for node in step.nodes for v in node.ins[1:]))
         last.update((value, number) for value in taken if value is not None)
+    leaving = (*plan.outputs, *plan.crossing_sources)
     dead: dict[int, list[int]] = {}
     for value, number in last.items():
-        if value not in plan.outputs:
+        if value not in leaving:
             dead.setdefault(number, []).append(value)
     return dead
 

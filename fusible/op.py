@@ -237,6 +237,8 @@ class Op(torch.nn.Module):
     aliases: ClassVar[bool] = True
     #: Whether gradients may be views of incoming gradients (or one the other); handing one on as it is is no view.
     grad_aliases: ClassVar[bool] = True
+    #: Whether every output is x itself.
+    hands_on: ClassVar[bool] = False
     #: Attributes that `bwd` or `replay` reads as `fwd` did, and no record holds: changed in between, backward raises.
     fixed: ClassVar[tuple[str, ...]] = ()
     #: Whether extra outputs whose channel is read inside the block go to the caller as well.

@@ -16,6 +16,7 @@ from fusible.infer import Specs
 from fusible.op import Env, Names, Op, check_kind, has_kernels, takes_env
 from fusible.plan import Call, Plan, Step, params_read_by
 from fusible.rule import BACKWARD, FORWARD, REWRITE, Match, Miss, cover
+from fusible.segments import find_cuts
 
 __all__ = ["make_plan"]
 
@@ -42,6 +43,7 @@ def make_plan(chain: Chain, sources: Sequence[tuple[dict, str]], call: Call) -> 
         builder.find_wanted()
     builder.cover_backward()
     builder.cover_forward()
+    builder.cut()
     return plan
 
 
@@ -138,6 +140,11 @@ class _Builder:
     def cover_forward(self) -> None:
         found = self._cover(FORWARD, self.plan.nodes)
         self.plan.forward_steps = tuple(s if isinstance(s, Step) else self._own_step(s, "fwd") for s in found)
+
+    def cut(self) -> None:
+        params = zip(self.plan.inputs[len(self.call.inputs) :], self.call.params, strict=True)
+        wanted = {value: tensor for value, tensor in params if tensor is not None and value in self.plan.wanted}
+        self.plan.cuts = find_cuts(self.plan, {v: t.numel() * t.element_size() for v, t in wanted.items()})
 
     def _cover(self, direction: str, nodes: tuple[Node, ...]) -> list[Step | Node]:
         """Rule steps and the nodes that no rule took; near misses go to the plan."""
