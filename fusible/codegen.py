@@ -141,7 +141,8 @@ def _last_uses(plan: Plan) -> dict[int, list[int]]:
 def backward_function(plan: Plan, arriving: Sequence[bool]) -> Function:
     """`run(douts, records, params) -> gradients of plan's inputs and parameters that are wanted`, in order.
 
-    `douts` has one entry per output, `params` the parameters of `plan.read`.
+    `douts` has one entry per output, `params` the parameters of `plan.read`. Where gradients are accumulated there is
+    a fourth argument, their buffers in order of value; a gradient that is its buffer has been added to it.
     """
     return _Backward(plan, arriving).function()
 
@@ -149,12 +150,18 @@ def backward_function(plan: Plan, arriving: Sequence[bool]) -> Function:
 class _Backward:
     def __init__(self, plan: Plan, arriving: Sequence[bool]) -> None:
         self.plan = plan
-        self.lines = ["def run(douts, records, params):"]
+        buffers = sorted(plan.accumulated.intersection(plan.inputs))
+        none = f", buffers=({'None, ' * len(buffers)})" if buffers else ""
+        self.lines = [f"def run(douts, records, params{none}):"]
+        if buffers:
+            self.lines.append(f"    {', '.join(f'm{value}' for value in buffers)}, = buffers")
         self.names: dict[str, Any] = {}
         self.steps: dict[str, Step] = {}
         self.parts: dict[int, list[str]] = {}  # per value: the variables that hold parts of its gradient
         self.places = {id(node): place for place, node in enumerate(records(plan))}
         self.arriving = arriving
+        uses = [value for values in plan.params.values() for value in values]
+        self.once = {value for value in plan.accumulated if uses.count(value) == 1}
         dtypes = set(plan.dtypes.values())
         self.mixed = len([dtype for dtype in dtypes if dtype is None or dtype.is_floating_point]) > 1
 
@@ -187,7 +194,7 @@ class _Backward:
         name = f"b{len(self.steps)}"
         self.steps[name] = step
         self.lines.append(f"    # {_comment(step)}")
-        self.lines.append(f"    g = {name}({', '.join([*call, *self._params(step)])})")
+        self.lines.append(f"    g = {name}({', '.join([*call, *self._params(step), *self._into(step)])})")
         self._take(step)
         used = [g for g in gradients if g != "None"]
         self.lines.append(f"    del {', '.join(['g', *dict.fromkeys(used)])}")
@@ -236,6 +243,15 @@ class _Backward:
                 names[position] = f"v{value}"
         return names
 
+    def _into(self, step: Step) -> list[str]:
+        """The buffers that the step may add gradients to; none for a parameter that other steps have gradients of."""
+        entries = []
+        for slot, node in _slots(step) if step.takes_into else ():
+            params = zip(type(node.op).signature.params, self.plan.params[self.plan.index(node)], strict=True)
+            prefix = f"{slot}." if step.rule else ""
+            entries += [f'"{prefix}{name}": m{value}' for name, value in params if value in self.once]
+        return [f"into={{{', '.join(entries)}}}"] if entries else []
+
     def _take(self, step: Step) -> None:
         """Takes the wanted gradients out of `g`."""
         plan = self.plan
@@ -255,7 +271,7 @@ class _Backward:
         parts.append(name)
         self.lines.append(f"    {name} = {expression}")
         dtype = self.plan.dtypes[value]
-        if self.mixed and dtype is not None:
+        if self.mixed and dtype is not None and value not in self.plan.accumulated:
             self.names["cast"] = _cast
             self.names[f"t{value}"] = dtype
             self.lines.append(f"    {name} = cast({name}, t{value})")

@@ -58,6 +58,7 @@ class Executable:
         self.trains = any(plan.differentiable)
         self.wanted = [place for place, value in enumerate(plan.inputs) if value in plan.wanted]
         self.read = [plan.inputs.index(value) for value in plan.read]
+        self.accumulating = self._accumulating()
         self.fixed = [source for node in plan.nodes for source in node.op.option_sources()]
         self.shapes: set[tuple] = set()
         self.checked = False
@@ -69,6 +70,14 @@ class Executable:
     @functools.cached_property
     def forward(self) -> Any:
         return forward_function(self.plan, want_records=self.trains)
+
+    def _accumulating(self) -> list[tuple[int, int, str]]:
+        """For each parameter whose gradient is accumulated: its place among `wanted` and among the inputs, its name."""
+        plan = self.plan
+        names = {value: f"{name} of {node}" for node in reversed(plan.nodes) for name, value in plan.gradients(node)}
+        places = [(at, place, plan.inputs[place]) for at, place in enumerate(self.wanted)]
+        found = [(value, at, place) for at, place, value in places if value in plan.accumulated]
+        return [(at, place, names[value]) for value, at, place in sorted(found)]
 
     def _segments(self) -> list[Segment]:
         """The parts of a plan that is cut, each an autograd node of its own."""
@@ -158,18 +167,23 @@ class Executable:
         self.checked = True
         return result
 
-    def backward(self, arriving: tuple[bool, ...], douts: tuple, recs: list, params: Sequence[Tensor]) -> tuple:
-        """The gradients of `wanted`, by the function for these arriving gradients; frees the records in `recs`."""
+    def backward(
+        self, arriving: tuple[bool, ...], douts: tuple, recs: list, params: Sequence[Tensor], *buffers: Sequence
+    ) -> tuple:
+        """The gradients of `wanted`, by the function for these arriving gradients; frees the records in `recs`.
+
+        `buffers`, one sequence, comes where gradients are accumulated, in order of `accumulating`.
+        """
         found = self.backwards.get(arriving)
         if found is None:
             found = self.backwards[arriving] = [backward_function(self.plan, arriving), False]
         function, checked = found
         if checked and not CHECK_ALWAYS:
-            return function.run(douts, recs, params)
+            return function.run(douts, recs, params, *buffers)
         if OBSERVE is not None and checked:
-            return function.bind(functools.partial(OBSERVE, "backward"))(douts, recs, params)
+            return function.bind(functools.partial(OBSERVE, "backward"))(douts, recs, params, *buffers)
         check = function.bind(lambda step: checked_backward(step, self.plan))
-        result = check(douts, recs, params)
+        result = check(douts, recs, params, *buffers)
         found[1] = True
         return result
 

@@ -301,9 +301,9 @@ class _Calls:
         self.known = True
 
     def watch(self, step: Step) -> Any:
-        def run(*args: Any) -> Any:
+        def run(*args: Any, **into: Any) -> Any:
             with record_calls() as calls:
-                result = step.function(*args)
+                result = step.function(*args, **into)
             self.calls[id(step)] = [f"{name} ({backend})" for name, backend in calls]
             return result
 

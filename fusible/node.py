@@ -15,6 +15,7 @@ from torch.autograd import Function
 
 from fusible import _torch
 from fusible.executable import Executable
+from fusible.main_grad import accumulate, find_buffers, raise_double_backward
 
 __all__ = ["autocast_off", "run"]
 
@@ -80,16 +81,22 @@ def _backward(ctx: Any, douts: tuple[Tensor | None, ...]) -> Any:
     params = saved[: len(executable.read)]
     if places:
         _put_shared(recs, places, saved[len(params) :])
+    buffers = find_buffers(executable.accumulating, replayed) if executable.accumulating else []
     if torch.is_grad_enabled() or _torch.batched_backward():
+        if any(buffers):
+            raise_double_backward(executable.accumulating)
         return None, None, *_replayed_backward(executable, replayed, saved[len(params) :], recs, douts)
     if kept and not _torch.keep_graph():
         ctx.call = executable, (), places, options, kept, None
+    into = [[b.tensor if b and not b.overwrite else None for b in buffers]] if buffers else []
     del saved, replayed
     if _torch.any_autocast():
         with autocast_off():
-            grads = executable.backward(arriving, douts, recs, params)
+            grads = executable.backward(arriving, douts, recs, params, *into)
     else:
-        grads = executable.backward(arriving, douts, recs, params)
+        grads = executable.backward(arriving, douts, recs, params, *into)
+    if buffers:
+        grads = accumulate(executable.accumulating, buffers, grads)
     if executable.gradients_alias:
         grads = _own_memory(grads, douts)
     return None, None, *grads

@@ -39,6 +39,7 @@ class Step:
     slots: tuple[Node | None, ...]
     env: Env
     function: Callable[..., Any]
+    takes_into: bool = False  # whether it adds gradients of parameters to buffers that it is given
 
     @property
     def name(self) -> str:
@@ -83,6 +84,7 @@ class Plan:
     wanted: frozenset[int] = frozenset()  # values whose gradient is wanted
     kept: dict[int, tuple[str, ...]] = field(default_factory=dict)  # per node index: record fields kept for backward
     read: tuple[int, ...] = ()  # parameter values that backward reads
+    accumulated: frozenset[int] = frozenset()  # parameter values whose gradient is added to their main_grad
     forward_steps: tuple[Step, ...] = ()
     backward_steps: tuple[Step, ...] = ()  # in chain order; they run from the last to the first
     op_by_op: dict[Step, tuple[Step, ...]] = field(default_factory=dict)  # for rules whose gradients may not all arrive
