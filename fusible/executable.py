@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -35,6 +36,14 @@ def observed(observe: Callable[[str, Step], Callable[..., Any]]) -> Iterator[Non
         yield
     finally:
         CHECK_ALWAYS, OBSERVE = before
+
+
+def _watched(direction: str, function_of: Callable[[Step], Callable[..., Any]]) -> Callable[[Step], Callable[..., Any]]:
+    """What to bind on a first run, whose steps are checked and may be observed too."""
+    observe = OBSERVE
+    if observe is None:
+        return function_of
+    return lambda step: observe(direction, replace(step, function=function_of(step)))
 
 
 class Executable:
@@ -114,7 +123,7 @@ class Executable:
             return self.forward.run(*flat)
         if OBSERVE is not None and self.checked:
             return self.forward.bind(functools.partial(OBSERVE, "forward"))(*flat)
-        check = self.forward.bind(lambda step: checked_forward(step, self.plan, self.trains))
+        check = self.forward.bind(_watched("forward", lambda step: checked_forward(step, self.plan, self.trains)))
         result = check(*flat)
         check_memory(self.plan, self.exposed, flat[: self.num_inputs], *result)
         self.checked = True
@@ -130,7 +139,7 @@ class Executable:
             return function.run(douts, recs, params)
         if OBSERVE is not None and checked:
             return function.bind(functools.partial(OBSERVE, "backward"))(douts, recs, params)
-        check = function.bind(lambda step: checked_backward(step, self.plan))
+        check = function.bind(_watched("backward", lambda step: checked_backward(step, self.plan)))
         result = check(douts, recs, params)
         found[1] = True
         return result

@@ -44,6 +44,34 @@ class Step:
     def name(self) -> str:
         return self.rule.name if self.rule else type(self.nodes[0].op).__name__
 
+    @property
+    def ops(self) -> str:
+        """The ops by path and type, as `explain` shows them."""
+        return ", ".join(f"{node.path} {type(node.op).__name__}" for node in self.nodes)
+
+    @property
+    def makes(self) -> list[int]:
+        """The values that a forward step makes: the stream, then the extra outputs in order."""
+        return [self.nodes[-1].outs[0], *(value for node in self.nodes for value in node.outs[1:])]
+
+    @property
+    def arrives(self) -> list[int | None]:
+        """The values whose gradients a backward step takes behind its records, `None` where a slot is absent."""
+        if self.rule is None:
+            return list(self.nodes[0].outs)
+        result: list[int | None] = [self.nodes[-1].outs[0]]
+        for slot, node in zip(self.rule.slots, self.slots, strict=True):
+            own: list[int | None] = list(node.outs[1:]) if node else []
+            result += own + [None] * (slot.num_outputs - len(own))
+        return result
+
+    @property
+    def recorded(self) -> list[tuple[str, Node]]:
+        """(name of its record, node) of each op that is there."""
+        if self.rule is None:
+            return [("saved", self.nodes[0])]
+        return [(slot.name, node) for slot, node in zip(self.rule.slots, self.slots, strict=True) if node is not None]
+
     def __str__(self) -> str:
         ops = ", ".join(str(node) for node in self.nodes)
         return f"rule {self.rule.name} on {ops}" if self.rule else ops
