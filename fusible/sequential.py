@@ -130,7 +130,7 @@ class Sequential(torch.nn.Sequential):
         """
         from fusible.explanation import Explanation, describe_input, explain_parts
 
-        state = self._current()
+        state = self.resolved()
         if x is None:
             x, extra_inputs, inputs = state.default_inputs()
         values = {0: x, **state.bind(x, extra_inputs, inputs)}
@@ -157,7 +157,7 @@ class Sequential(torch.nn.Sequential):
 
         Raises `ValueError` if modules that are no ops split the block.
         """
-        state = self._current()
+        state = self.resolved()
         fuser = state.parts[0]
         if len(state.parts) > 1 or isinstance(fuser, Split):
             raise ValueError(
@@ -166,7 +166,8 @@ class Sequential(torch.nn.Sequential):
         values = {0: x, **state.bind(x, extra_inputs, inputs)}
         return fuser, tuple(values[value] for value in fuser.chain.inputs)
 
-    def _current(self) -> _State:
+    def resolved(self) -> _State:
+        """The container as it is now, resolved to chains and splits. For tools that look inside."""
         state = self._state
         return self._resolve() if state is None or not state.layout.watch.unchanged() else state
 
