@@ -11,6 +11,7 @@ import torch
 from torch._C._autograd import _get_current_graph_task_keep_graph as keep_graph
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import profiler as _profiler
 from torch.nn.modules import module as _module
 
 #: Whether a backward pass keeps its graph; True outside of one, the safe side.
@@ -97,6 +98,11 @@ def quiet_fakes() -> Iterator[None]:
         yield
     finally:
         log.disabled = before
+
+
+def profiler_runs() -> bool:
+    """Whether `torch.profiler` or `torch.autograd.profiler` records, in any thread."""
+    return _profiler._is_profiler_enabled
 
 
 def storage_id(tensor: torch.Tensor) -> int:

@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.profiler import record_function
 
 from fusible.chain import Node
 from fusible.graph_op import GraphSaved
 from fusible.op import Saved, has_kernels
 from fusible.plan import Plan, Step, params_read_by
 
-__all__ = ["Function", "backward_function", "forward_function"]
+__all__ = ["Function", "backward_function", "forward_function", "ranged"]
 
 
 class Function:
@@ -27,12 +28,30 @@ class Function:
         self._code = compile(self.source, "<fusible plan>", "exec")
         self._names = names
         self.run = self.bind(lambda step: step.function)
+        self._named: Callable[..., Any] | None = None
 
     def bind(self, function_of: Callable[[Step], Callable[..., Any]]) -> Callable[..., Any]:
         """The function, calling `function_of(step)` for each step."""
         space = {**self._names, **{name: function_of(step) for name, step in self.steps.items()}}
         exec(self._code, space)
         return space["run"]
+
+    def named(self, direction: str) -> Callable[..., Any]:
+        """The function with a range around each step that profilers show, bound once."""
+        if self._named is None:
+            self._named = self.bind(lambda step: ranged(direction, step, step.function))
+        return self._named
+
+
+def ranged(direction: str, step: Step, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function within a range that profilers show."""
+    name = f"fusible {direction}: {_comment(step)}"
+
+    def run(*arguments: Any) -> Any:
+        with record_function(name):
+            return function(*arguments)
+
+    return run
 
 
 def saved_type(node: Node) -> type[Saved]:

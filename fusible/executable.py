@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+from fusible._torch import profiler_runs
 from fusible.checked import check_memory, checked_backward, checked_forward
-from fusible.codegen import backward_function, forward_function, records
+from fusible.codegen import backward_function, forward_function, ranged, records
 from fusible.graph_op import GraphSaved, check_replayed
 from fusible.infer import Specs
 from fusible.plan import Plan, Step
@@ -39,10 +40,10 @@ def observed(observe: Callable[[str, Step], Callable[..., Any]]) -> Iterator[Non
 
 
 def _watched(direction: str, function_of: Callable[[Step], Callable[..., Any]]) -> Callable[[Step], Callable[..., Any]]:
-    """What to bind on a first run, whose steps are checked and may be observed too."""
+    """What to bind on a first run, whose steps are checked and may be observed or profiled too."""
     observe = OBSERVE
     if observe is None:
-        return function_of
+        return (lambda step: ranged(direction, step, function_of(step))) if profiler_runs() else function_of
     return lambda step: observe(direction, replace(step, function=function_of(step)))
 
 
@@ -120,7 +121,7 @@ class Executable:
     def run(self, flat: Sequence[Tensor | None]) -> tuple[tuple[Tensor, ...], list]:
         """The forward pass on inputs and parameters, with grad mode and autocast off."""
         if self.checked and not CHECK_ALWAYS:
-            return self.forward.run(*flat)
+            return self.forward.named("forward")(*flat) if profiler_runs() else self.forward.run(*flat)
         if OBSERVE is not None and self.checked:
             return self.forward.bind(functools.partial(OBSERVE, "forward"))(*flat)
         check = self.forward.bind(_watched("forward", lambda step: checked_forward(step, self.plan, self.trains)))
@@ -136,7 +137,8 @@ class Executable:
             found = self.backwards[arriving] = [backward_function(self.plan, arriving), False]
         function, checked = found
         if checked and not CHECK_ALWAYS:
-            return function.run(douts, recs, params)
+            run = function.named("backward") if profiler_runs() else function.run
+            return run(douts, recs, params)
         if OBSERVE is not None and checked:
             return function.bind(functools.partial(OBSERVE, "backward"))(douts, recs, params)
         check = function.bind(_watched("backward", lambda step: checked_backward(step, self.plan)))

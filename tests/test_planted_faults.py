@@ -317,7 +317,7 @@ FAULTS = [
     Fault("other bits each time", lambda: check_op(OtherEachTime(), values(3, 6)),
           r"determinism: two calls from one random state give other outputs: number 0 differs by .* at \("),
     Fault("a formula that is wrong as well",
-          lambda: check_rule(agrees_with_a_wrong_formula, [Detached()], values(3, 6)), 
+          lambda: check_rule(agrees_with_a_wrong_formula, [Detached()], values(3, 6)),
           r"^finite differences: Jacobian mismatch for output 0 with respect to input 0"),
 ]  # fmt: skip
 
