@@ -12,6 +12,10 @@ from torch._C._autograd import _get_current_graph_task_keep_graph as keep_graph
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._functorch import peek_interpreter_stack
 from torch.nn.modules import module as _module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+#: A context whose `__torch_dispatch__` sees each operator.
+DispatchMode = TorchDispatchMode
 
 #: Whether a backward pass keeps its graph; True outside of one, the safe side.
 keep_graph = keep_graph
@@ -118,3 +122,8 @@ def cpu_capabilities() -> dict[str, Any]:
 def bare(operator: Any) -> Any:
     """What an operator's overload (`torch.ops.aten.mm.default`) calls, without its Python wrapper."""
     return operator._op
+
+
+#: Attention on the CPU, which torch's table of FLOPs does not have.
+cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
