@@ -25,6 +25,7 @@ class DryRun:
     Attributes:
         forward, backward: what each step did, by its `id`; a step is missing that could not run without data.
         backward_steps: as they run, the last of the chain first, where every output's gradient arrives.
+        inputs: the tensors without data that it took.
         outputs, records: without data; `None` if the forward pass needs data.
         source: the code of both passes.
     """
@@ -32,6 +33,7 @@ class DryRun:
     forward: dict[int, Ran] = field(default_factory=dict)
     backward: dict[int, Ran] = field(default_factory=dict)
     backward_steps: list[Step] = field(default_factory=list)
+    inputs: Sequence[Tensor] = ()
     outputs: tuple[Tensor, ...] | None = None
     records: list[Any] | None = None
     source: list[str] = field(default_factory=list)
@@ -69,9 +71,11 @@ def _pass(executable: Executable, run: DryRun, flat: Sequence[Any], mode: Any) -
     """Forward, then backward; False if either needs more than these tensors have."""
     plan, device = executable.plan, executable.plan.device.type
     run.forward, run.backward, run.outputs, run.records = {}, {}, None, None
+    run.inputs = flat[: executable.num_inputs]
     with mode, torch.no_grad():
         try:
-            run.outputs, run.records = executable.forward.bind(_noting(run.forward, device))(*flat)
+            outs, run.records = executable.forward.bind(_noting(run.forward, device))(*flat)
+            run.outputs = outs[: len(plan.outputs)]
         except Exception:
             return False
         if not executable.trains:
