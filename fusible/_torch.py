@@ -13,6 +13,10 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import profiler as _profiler
 from torch.nn.modules import module as _module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+#: A context whose `__torch_dispatch__` sees each operator.
+DispatchMode = TorchDispatchMode
 
 #: Whether a backward pass keeps its graph; True outside of one, the safe side.
 keep_graph = keep_graph
@@ -115,6 +119,15 @@ def direct_apply(function: type[torch.autograd.Function]) -> Any:
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
+def will_accumulate(parameter: torch.Tensor) -> bool | None:
+    """Inside of backward: whether this pass adds a gradient to a leaf; `None` where it returns it (`autograd.grad`)."""
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return None
+
+
 def cpu_capabilities() -> dict[str, Any]:
     """What this CPU can do, by name (`avx512_bf16`, ...); empty where torch does not say."""
     found = getattr(torch.cpu, "get_capabilities", None)
@@ -124,3 +137,8 @@ def cpu_capabilities() -> dict[str, Any]:
 def bare(operator: Any) -> Any:
     """What an operator's overload (`torch.ops.aten.mm.default`) calls, without its Python wrapper."""
     return operator._op
+
+
+#: Attention on the CPU, which torch's table of FLOPs does not have.
+cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

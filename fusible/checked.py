@@ -108,8 +108,8 @@ def check_memory(
 def checked_backward(step: Step, plan: Plan) -> Callable[..., Grads]:
     """The step's function, raising `TypeError` where its `Grads` break the contract."""
 
-    def run(*args: Any) -> Grads:
-        grads = step.function(*args)
+    def run(*args: Any, **into: Any) -> Grads:
+        grads = step.function(*args, **into)
         if not isinstance(grads, Grads):
             raise TypeError(f"{step}: backward must return Grads(dx, ...), got {type(grads).__name__}")
         count = 1 + (step.rule.num_extras if step.rule else len(step.nodes[0].ins) - 1)

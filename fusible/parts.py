@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fusible.sequential import Sequential
 
-__all__ = ["Place", "blocks_of", "replaced"]
+__all__ = ["Place", "blocks_of", "nodes_of", "replaced"]
 
 
 class Place(NamedTuple):
@@ -42,3 +43,17 @@ def replaced(model: torch.nn.Module, stand_in: Callable[[Place, Any], Any]) -> I
     finally:
         for state, parts, single in before:
             state.parts, state.single = parts, single
+
+
+def nodes_of(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Any]:
+    """The nodes of a chain's call in the autograd graph, one or, where it is cut, several; the last one first."""
+    found: list[Any] = []
+    beyond = {tensor.grad_fn for tensor in inputs}
+    reached = [out.grad_fn for out in outputs]
+    while reached:
+        node = reached.pop(0)
+        if node is not None and node not in beyond and type(node).__name__ in ("FusedBackward", "FusedSegmentBackward"):
+            beyond.add(node)
+            found.append(node)
+            reached += [follows for follows, _ in node.next_functions]
+    return found

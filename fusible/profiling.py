@@ -15,11 +15,12 @@ from torch import Tensor
 from fusible import executable
 from fusible._progress import progress
 from fusible.chain import Split
+from fusible.costs import moved
 from fusible.explanation import show_tensor
 from fusible.fuser import OperationFuser
 from fusible.kernels.registry import record_calls
 from fusible.ops import BasicLinear
-from fusible.parts import Place, blocks_of, replaced
+from fusible.parts import Place, blocks_of, nodes_of, replaced
 from fusible.plan import Step
 from fusible.profile_report import BlockTime, Profile, StepTime
 from fusible.sequential import Sequential
@@ -191,17 +192,17 @@ class _Clock:
     def observe(self, direction: str, step: Step) -> Callable[..., Any]:
         span = _Span(self.running[-1], direction, step.ops)
 
-        def run(*args: Any) -> Any:
+        def run(*args: Any, **into: Any) -> Any:
             if span not in self.seen:
                 with record_calls() as calls:
-                    result = step.function(*args)
+                    result = step.function(*args, **into)
                 kernels = ", ".join(f"{name} ({backend})" for name, backend in calls) or "torch"
                 product = any(type(node.op) is BasicLinear for node in step.nodes)
                 rule = step.rule.name if step.rule else ""
-                self.seen[span] = _Seen(rule, kernels, _bytes((args, _held(result))), product)
+                self.seen[span] = _Seen(rule, kernels, sum(moved(args, result)), product)
                 return result
             start = time.perf_counter()
-            result = step.function(*args)
+            result = step.function(*args, **into)
             self.spans.append((span, start, time.perf_counter()))
             return result
 
@@ -222,9 +223,7 @@ class _TimedChain:
         outs = self.fuser(inputs, rules)
         clock.spans.append((span, start, time.perf_counter()))
         clock.running.pop()
-        found = self.fuser.find(inputs, rules)[0]
-        node = next((out.grad_fn for out in outs or () if out.grad_fn is not None), None)
-        if node is not None and found is not None and found.trains:
+        for node in nodes_of(outs or (), inputs):
             self._watch(node)
         return outs
 
@@ -285,24 +284,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (dict, tuple, list)):
         for part in value.values() if isinstance(value, dict) else value:
             yield from _tensors(part)
-
-
-def _held(result: Any) -> list[Any]:
-    """What an `Out` or `Grads` holds."""
-    return [getattr(result, name) for name in type(result).__slots__]
-
-
-def _bytes(value: Any, seen: set[int] | None = None) -> int:
-    """Bytes of the tensors in nested tuples, lists and dictionaries, each address once."""
-    seen = set() if seen is None else seen
-    if isinstance(value, Tensor):
-        address = value.data_ptr()
-        known = address in seen
-        seen.add(address)
-        return 0 if known else value.numel() * value.element_size()
-    if isinstance(value, dict):
-        value = list(value.values())
-    return sum(_bytes(part, seen) for part in value) if isinstance(value, (tuple, list)) else 0
 
 
 def copy_rate() -> float:

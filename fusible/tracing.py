@@ -18,7 +18,7 @@ from fusible.chain import Node, Split
 from fusible.codegen import records
 from fusible.executable import Executable
 from fusible.fuser import OperationFuser
-from fusible.parts import Place, replaced
+from fusible.parts import Place, nodes_of, replaced
 from fusible.plan import Plan, Step
 from fusible.rules import NONE
 
@@ -194,11 +194,11 @@ class _Tracer:
     def _backward(self, place: Place, call: int, step: Step) -> Callable[..., Any]:
         num_records = len(step.slots) if step.rule else 1
 
-        def run(*arguments: Any) -> Any:
+        def run(*arguments: Any, **into: Any) -> Any:
             for value, gradient in zip(step.arrives, arguments[num_records:], strict=False):  # behind come parameters
                 if value is not None and gradient is not None:
                     self.see(Key(place, call, "gradient", value), gradient, step)
-            return step.function(*arguments)
+            return step.function(*arguments, **into)
 
         return run
 
@@ -224,20 +224,28 @@ class _Fused:
             outs = self.fuser(inputs, rules)
         finally:
             tracer.running.pop()
-        node = next((out.grad_fn for out in outs or () if out.grad_fn is not None), None)
-        if node is not None and found.trains:
-            self._watch(node, found, at)
+        entering = dict.fromkeys(value for value in found.plan.inputs if value in found.plan.wanted)
+        for node in nodes_of(outs or (), inputs):
+            self._watch(node, entering, at)
         return outs
 
-    def _watch(self, node: Any, found: Executable, at: tuple[Place, int]) -> None:
-        """Lets the tracer know when this call's backward runs, and see the gradients that leave it."""
+    def _watch(self, node: Any, entering: dict[int, Tensor | None], at: tuple[Place, int]) -> None:
+        """Lets the tracer know when this node's backward runs, and see the gradients that leave it.
+
+        Args:
+            entering: the gradients of the chain's inputs and parameters so far, which several nodes may add to.
+        """
         tracer = self.tracer
+        run: Executable = node.call[0]
 
         def end(gradients: tuple[Tensor | None, ...], _: Any) -> None:
             tracer.running.pop()
-            for place, gradient in zip(found.wanted, gradients[-len(found.wanted) :], strict=True):
-                if gradient is not None:
-                    tracer.see(Key(*at, "gradient", found.plan.inputs[place]), gradient, None)
+            for place, gradient in zip(run.wanted, gradients[-len(run.wanted) :], strict=True):
+                value = run.plan.inputs[place]
+                if gradient is not None and value in entering:
+                    before = entering[value]
+                    entering[value] = total = gradient if before is None else before + gradient
+                    tracer.see(Key(*at, "gradient", value), total, None)
 
         node.register_prehook(lambda gradients: tracer.running.append(at))
         node.register_hook(end)

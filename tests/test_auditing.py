@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fusible
-from fusible import Grads, Op, Out, Saved, backward, forward, kernels, ops, reads_for
+from fusible import Grads, Op, Out, Saved, backward, forward, kernels, ops, reads_for, segments
 from fusible.ops import GELU, BasicLinear, Bias
 
 
@@ -140,6 +140,24 @@ def test_a_block_called_twice_has_rows_for_each_call():
     assert "body (call 2)" in str(made)
     directions = [(row.direction, row.call) for row in made.rows if row.block]
     assert list(dict.fromkeys(directions)) == [("forward", 1), ("forward", 2), ("backward", 2), ("backward", 1)]
+
+
+@pytest.mark.quick
+def test_a_chain_that_is_cut_into_several_nodes_has_the_same_rows(monkeypatch):
+    def audited():
+        torch.manual_seed(0)
+        chain = fusible.Sequential(*[block()[0] for _ in range(3)], rules=(scaled_gradient,))
+        assert (len(chain(x(8, 16)).grad_fn.next_functions) < 12) is cut
+        return fusible.audit(chain, x(8, 16))
+
+    cut = False
+    whole = audited()
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 1)
+    cut = True
+    parts = audited()
+    assert [(r.direction, r.op, r.value, r.fused_max) for r in parts.rows] == [
+        (r.direction, r.op, r.value, r.fused_max) for r in whole.rows]  # fmt: skip
+    assert parts.first.op == "2.4 BasicLinear"
 
 
 @pytest.mark.quick

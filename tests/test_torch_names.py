@@ -305,3 +305,26 @@ def test_profiler_runs():
     with torch.autograd.profiler.profile():
         assert _torch.profiler_runs() is True
     assert _torch.profiler_runs() is False
+
+
+@pytest.mark.quick
+def test_will_accumulate():
+    weight = torch.nn.Parameter(torch.ones(3))
+
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            return x * weight
+
+        @staticmethod
+        def backward(ctx, d):
+            answers.append(_torch.will_accumulate(weight))
+            return d, d
+
+    answers: list = []
+    x = leaf()
+    Asks.apply(x, weight).sum().backward()
+    Asks.apply(x, weight).sum().backward(inputs=[x])
+    torch.autograd.grad(Asks.apply(x, weight).sum(), [x])
+    torch.autograd.grad(Asks.apply(x, weight).sum(), [x, weight])
+    assert answers == [True, False, False, None]
