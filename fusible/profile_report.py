@@ -12,6 +12,10 @@ from fusible.explanation import show_bytes
 __all__ = ["BlockTime", "Profile", "StepTime"]
 
 
+#: What stands behind the time of a line that is no step.
+NO_FIGURES = ("",) * 4
+
+
 @dataclass(frozen=True)
 class StepTime:
     """One step of one pass, or a module that runs as it is between two chains.
@@ -23,6 +27,8 @@ class StepTime:
         bytes: of the tensors that it takes and makes, each memory once; `None` for a module that runs as it is.
         copies: its time over that of a copy that moves as many bytes; `None` for a step with a matrix product, which is
         bound by arithmetic, and for a module that runs as it is.
+        flops: of its matrix products; `None` for a module that runs as it is.
+        floor: seconds that it takes at least, by this machine's calibration; `None` without one.
     """
 
     block: str
@@ -33,6 +39,8 @@ class StepTime:
     seconds: float
     bytes: int | None
     copies: float | None
+    flops: int | None = None
+    floor: float | None = None
 
 
 @dataclass(frozen=True)
@@ -87,21 +95,23 @@ class Profile:
         """The same as plain data."""
         return {**asdict(self), "overhead": self.overhead, "elsewhere": self.elsewhere}
 
-    _HEADER = ("block", "pass", "ops", "rule", "kernels", "time", "share", "bytes", "copies")
+    _HEADER = ("block", "pass", "ops", "rule", "kernels", "time", "share", "bytes", "copies", "floor", "floors")
 
     def _rows(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = [
             (step.block, step.direction, step.ops, step.rule or "-", step.kernels, *self._timed(step.seconds),
              "-" if step.bytes is None else show_bytes(step.bytes),
-             "-" if step.copies is None else f"{step.copies:.1f}")
+             "-" if step.copies is None else f"{step.copies:.1f}",
+             "-" if step.floor is None else _time(step.floor),
+             "-" if not step.floor else f"{step.seconds / step.floor:.1f}")
             for step in self.steps
         ]  # fmt: skip
-        rows.append(("", "", "outside of steps", "", "", *self._timed(self.overhead), "", ""))
+        rows.append(("", "", "outside of steps", "", "", *self._timed(self.overhead), *NO_FIGURES))
         if self.blocks:
-            rows += [(b.block, "", "the block", "", "", *self._timed(b.seconds), "", "") for b in self.blocks]
-            rows.append(("", "", "everything else", "", "", *self._timed(self.elsewhere), "", ""))
+            rows += [(b.block, "", "the block", "", "", *self._timed(b.seconds), *NO_FIGURES) for b in self.blocks]
+            rows.append(("", "", "everything else", "", "", *self._timed(self.elsewhere), *NO_FIGURES))
         whole = "the model" if self.blocks else "the block"
-        rows.append(("", "", whole, "", "", _time(self.seconds), "100 %", "", ""))
+        rows.append(("", "", whole, "", "", _time(self.seconds), "100 %", *NO_FIGURES))
         return rows
 
     def _timed(self, seconds: float) -> tuple[str, str]:
@@ -109,7 +119,8 @@ class Profile:
 
     def _cells(self) -> list[tuple[str, ...]]:
         first = 0 if self.blocks else 1
-        return [row[first:] for row in (self._HEADER, *self._rows())]
+        last = None if any(step.floor is not None for step in self.steps) else -2
+        return [row[first:last] for row in (self._HEADER, *self._rows())]
 
     def __str__(self) -> str:
         cells = self._cells()

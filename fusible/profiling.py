@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusible import executable
+from fusible import calibration, executable
 from fusible._progress import progress
 from fusible.chain import Split
-from fusible.costs import moved
+from fusible.costs import Cost, Ran, floor, watched
 from fusible.explanation import show_tensor
 from fusible.fuser import OperationFuser
-from fusible.kernels.registry import record_calls
 from fusible.ops import BasicLinear
 from fusible.parts import Place, blocks_of, nodes_of, replaced
 from fusible.plan import Step
@@ -88,14 +87,18 @@ def _block_times(parts: _Clock) -> Iterator[BlockTime]:
 
 def _step_times(steps: _Clock, parts: _Clock, rate: float) -> Iterator[tuple[Any, StepTime]]:
     """Steps, and modules that run as they are, each with its place in the list."""
+    machine, _ = calibration.find()
     for number, (span, seconds) in enumerate([*steps.medians().items(), *parts.medians().items()]):
         place, direction, ops = span
         at = place.part if direction == "forward" else -place.part
         order = (steps.blocks.index(place.block), direction == "backward", at, number)
         if span in steps.seen:
             seen = steps.seen[span]
-            copies = None if seen.product or not seen.bytes else seconds * rate / seen.bytes
-            yield order, StepTime(place.block, direction, ops, seen.rule, seen.kernels, seconds, seen.bytes, copies)
+            size = seen.cost.bytes
+            copies = None if seen.product or not size else seconds * rate / size
+            least = floor(seen.cost, machine) if machine else None
+            yield order, StepTime(place.block, direction, ops, seen.rule, seen.kernels, seconds, size, copies,
+                                  seen.cost.flops, least)  # fmt: skip
         elif ops and number >= len(steps.medians()):  # a split, where no step is timed
             yield order, StepTime(place.block, direction, ops, "", "the module itself", seconds, None, None)
 
@@ -145,7 +148,7 @@ class _Seen(NamedTuple):
 
     rule: str
     kernels: str
-    bytes: int
+    cost: Cost
     product: bool
 
 
@@ -194,12 +197,11 @@ class _Clock:
 
         def run(*args: Any, **into: Any) -> Any:
             if span not in self.seen:
-                with record_calls() as calls:
-                    result = step.function(*args, **into)
-                kernels = ", ".join(f"{name} ({backend})" for name, backend in calls) or "torch"
+                ran: list[Ran] = []
+                result = watched(step.function, step.env.device_type, ran.append)(*args, **into)
                 product = any(type(node.op) is BasicLinear for node in step.nodes)
                 rule = step.rule.name if step.rule else ""
-                self.seen[span] = _Seen(rule, kernels, sum(moved(args, result)), product)
+                self.seen[span] = _Seen(rule, ", ".join(ran[0].kernels) or "torch", ran[0].cost, product)
                 return result
             start = time.perf_counter()
             result = step.function(*args, **into)

@@ -87,12 +87,12 @@ MAY_IMPORT = {
     "profile_report": {"explanation"},
     "profiling": {
         "_progress",
+        "calibration",
         "chain",
         "costs",
         "executable",
         "explanation",
         "fuser",
-        "kernels.registry",
         "ops",
         "parts",
         "plan",
