@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["error_growth"]
+__all__ = ["error_growth", "roofline"]
 
 PLAIN, FUSED, BEYOND = "#6b7280", "#2563eb", "#dc2626"
 #: The smallest error that is drawn: the scale has no zero.
@@ -60,3 +60,24 @@ def _draw_errors(axis: Any, name: str, rows: Sequence[Any]) -> None:
     axis.set_xticks(list(places)[::every], labels[::every], rotation=60, ha="right", fontsize=7, rotation_mode="anchor")
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
+
+
+def roofline(profile: Any, path: Path) -> None:
+    """Draws a `Profile`: each step with a matrix product as a point, FLOPs per byte against FLOPs per second."""
+    figure, (axis,) = _figure("plot", 1, (9.0, 6.0))
+    memory, products = profile.roofs
+    steps = [step for step in profile.steps if step.flops and step.bytes and step.seconds > 0]
+    ridge = products / memory
+    intensities = [step.flops / step.bytes for step in steps] or [ridge]
+    low, high = min(*intensities, ridge) / 4, max(*intensities, ridge) * 4
+    axis.plot([low, ridge, high], [low * memory, products, products], color=PLAIN, lw=2)
+    axis.annotate(f"copies, {memory / 1e9:.1f} GB/s", (low * 1.2, low * 1.2 * memory), fontsize=8, va="bottom")
+    axis.annotate(f"products, {products / 1e9:.0f} GFLOP/s", (high, products), fontsize=8, ha="right", va="bottom")
+    for step, intensity in zip(steps, intensities, strict=False):
+        axis.plot(intensity, step.flops / step.seconds, "o", color=FUSED if step.direction == "forward" else BEYOND)
+        label = f"{step.direction} {step.block} {step.ops}".replace("  ", " ")
+        axis.annotate(label, (intensity, step.flops / step.seconds), (4, -9), textcoords="offset points", fontsize=6)
+    axis.set(xscale="log", yscale="log", xlabel="FLOPs per byte", ylabel="FLOPs per second")
+    axis.grid(alpha=0.3)
+    figure.suptitle(profile.title)
+    figure.savefig(os.fspath(path), dpi=130)

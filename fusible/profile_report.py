@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -67,6 +68,8 @@ class Profile:
         steps: in the order in which they run, block by block.
         blocks: the blocks of a model; empty where the model is a block itself.
         copy_rate: bytes read and written per second by a copy of a large tensor, on as many threads.
+        roofs: by this machine's calibration, (bytes per second of large copies, FLOPs per second of large products);
+        `None` without one.
     """
 
     title: str
@@ -75,6 +78,7 @@ class Profile:
     forward: float
     backward: float
     copy_rate: float
+    roofs: tuple[float, float] | None = None
 
     @property
     def seconds(self) -> float:
@@ -128,6 +132,17 @@ class Profile:
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells]
         note = f"copies: time over that of a copy of as many bytes, at {self.copy_rate / 1e9:.1f} GB/s"
         return "\n".join([self.title, "", *lines, "", note])
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws the steps with matrix products under the machine's two roofs: FLOPs per byte against FLOPs per second.
+
+        Raises `ValueError` without a calibration, and `ImportError` without matplotlib (the extra `cli`).
+        """
+        from fusible.charts import roofline
+
+        if self.roofs is None:
+            raise ValueError("plot: the roofs are not known; run python -m fusible calibrate, then profile again")
+        roofline(self, path)
 
     def _repr_html_(self) -> str:
         def line(cells: Sequence[str], tag: str) -> str:

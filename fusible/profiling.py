@@ -74,7 +74,12 @@ def profile(model: torch.nn.Module, *inputs: Any, rounds: int = 20, **named: Any
     forward, backward = (statistics.median(times) for times in zip(*wholes, strict=True))
     blocks = () if isinstance(model, Sequential) else tuple(_block_times(parts))
     lines = sorted(_step_times(steps, parts, rate), key=lambda pair: pair[0])
-    return Profile(call.title, tuple(step for _, step in lines), blocks, forward, backward, rate)
+    machine, _ = calibration.find()
+    roofs = None
+    if machine is not None:
+        speeds = [speed for curve in machine.products.values() for _, speed in curve]
+        roofs = machine.memory_rate(COPIED), max(speeds)
+    return Profile(call.title, tuple(step for _, step in lines), blocks, forward, backward, rate, roofs)
 
 
 def _block_times(parts: _Clock) -> Iterator[BlockTime]:

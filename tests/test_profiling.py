@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fusible
-from fusible import _progress, executable, ops, profiling
+from fusible import _progress, calibration, executable, ops, profiling
 
 
 def block() -> fusible.Sequential:
@@ -172,6 +172,28 @@ def test_a_bar_shows_on_a_terminal_when_it_takes_long(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     fusible.profile(block(), torch.randn(3, 64), rounds=1)
     assert "profile of Sequential" in capsys.readouterr().err
+
+
+MACHINE = calibration.Calibration({}, "", ((1024.0, 1e9),), ((1024.0, 1e9),), {"float32": ((1e3, 1e10),)}, {}, 0.0)
+
+
+@pytest.mark.quick
+def test_a_calibrated_machine_has_floors_and_roofs(tmp_path):
+    with calibration.use(MACHINE):
+        made = fusible.profile(block(), torch.randn(100, 64), rounds=1)
+    norm, product = made.steps[:2]
+    assert norm.floor == pytest.approx(norm.bytes / 1e9)
+    assert product.flops == 2 * 100 * 64 * 32
+    assert product.floor == pytest.approx(max(product.bytes / 1e9, product.flops / 1e10))
+    assert str(made).splitlines()[2].split()[-2:] == ["floor", "floors"]
+    assert made.roofs == pytest.approx((1e9, 1e10))
+    made.plot(tmp_path / "roof.svg")
+    assert "<svg" in (tmp_path / "roof.svg").read_text()
+    with calibration.use(None):
+        made = fusible.profile(block(), torch.randn(100, 64), rounds=1)
+    assert made.steps[0].floor is None
+    with pytest.raises(ValueError, match="^plot: the roofs are not known; run python -m fusible calibrate, then"):
+        made.plot(tmp_path / "none.svg")
 
 
 @pytest.mark.quick

@@ -84,7 +84,7 @@ MAY_IMPORT = {
         "tracing",
         "trial",
     },
-    "profile_report": {"explanation"},
+    "profile_report": {"charts", "explanation"},
     "profiling": {
         "_progress",
         "calibration",
