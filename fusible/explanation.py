@@ -213,7 +213,8 @@ def _through(module: torch.nn.Module, x: Any, mode: Any) -> Any:
     """A module's output on fake tensors; `None` if that cannot be told without running it, or a hook."""
     op = _hooked_op(module)
     if op is not None:
-        spec = Specs((Node(op, "", type(op).__name__, (0,), (1,)),), None).propagate({0: x})[1]
+        node = Node(op, "", type(op).__name__, (0, *[None] * op.num_extra_inputs), (1,))
+        spec = Specs((node,), None).propagate({0: x})[1]
         return spec and _fake(mode, spec).requires_grad_(torch.is_grad_enabled())
     if any(module_.__dict__[name] for module_ in module.modules() for name in _torch.MODULE_HOOKS):
         return None
@@ -229,10 +230,12 @@ def _through(module: torch.nn.Module, x: Any, mode: Any) -> Any:
 def _hooked_op(module: torch.nn.Module) -> Op | None:
     """The op that a module would be in a chain if it had no hooks, so that its formula tells what it returns."""
     kind = TWINS.get(type(module), type(module))
-    if not issubclass(kind, Op) or "forward" in module.__dict__ or kind.num_extra_inputs or kind.num_extra_outputs:
+    if not issubclass(kind, Op) or "forward" in module.__dict__ or kind.num_extra_outputs:
         return None
     op = view(kind, module)
-    return op if op.declines() is None and all(name in owner for owner, name in op.sources()) else None
+    if op.present_inputs() or op.declines() is not None:
+        return None
+    return op if all(name in owner for owner, name in op.sources()) else None
 
 
 def _explain_chain(

@@ -350,7 +350,7 @@ class _Plain:
         return x
 
     def op(self, op: Op, x: Tensor) -> Tensor:
-        extras = [self.take(name) for name in op.extra_input_names()]
+        extras = [self.take(name) for name in op.present_inputs()]
         outs = op(x, *extras)
         if not isinstance(outs, tuple):
             outs = tuple([outs[i] for i in range(1 + op.num_extra_outputs)]) if op.num_extra_outputs else (outs,)

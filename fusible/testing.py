@@ -40,7 +40,7 @@ def _gradient_layouts() -> dict[str, Callable[[Tensor], Tensor]]:
     return {
         "zero-stride incoming gradient": lambda d: d.flatten()[:1].squeeze(0).expand(d.shape) if d.numel() else d,
         "transposed incoming gradient": lambda d: d.transpose(0, -1).contiguous().transpose(0, -1),
-        "sliced incoming gradient": lambda d: torch.cat([d, d + 1], -1)[..., : d.shape[-1]],
+        "sliced incoming gradient": lambda d: torch.cat([d, d + 1], -1)[..., : d.shape[-1]] if d.dim() else d,
     }
 
 
@@ -211,7 +211,7 @@ def check_op(op: Op, *inputs: Tensor, gradcheck: bool = True) -> None:
         inputs: `x` and the op's extra inputs, by position or, those that have a name, in that order too.
         gradcheck: also compare with finite differences, and the second derivative with those of the first.
     """
-    shared = [name for name in op.extra_input_names() if name is not None]
+    shared = [name for name in op.present_inputs() if name is not None]
     block = Sequential(op, rules=NONE, inputs=shared)
     if type(op).infer is not Op.infer:
         _check_infer(op, inputs)
@@ -224,7 +224,8 @@ def check_op(op: Op, *inputs: Tensor, gradcheck: bool = True) -> None:
 def _check_infer(op: Op, inputs: Sequence[Tensor]) -> None:
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         outs = op(*[t.detach() for t in inputs])
-    said = op.infer(*[Spec(tuple(t.shape), t.dtype, t.device) for t in inputs])
+    x, *extras = [Spec(tuple(t.shape), t.dtype, t.device) for t in inputs]
+    said = op.infer(x, *op.placed(extras))
     outs = outs if isinstance(outs, tuple) else (outs,)
     for place, (spec, out) in enumerate(zip((said,) if isinstance(said, Spec) else said, outs, strict=True)):
         got = Spec(tuple(out.shape), out.dtype, out.device)

@@ -10,7 +10,7 @@ and the errors of shapes that do not fit, by text. An argument that is a functio
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -35,6 +35,8 @@ class Row:
         errors: the text that a shape of x raises.
         training: False for an op in evaluation.
         any_dtype: whether x may be an integer.
+        refuses: pairs of a dtype that x must not have and the text that it raises.
+        given: `f(shape of x)` makes x and the extra inputs, where they are not all floating tensors of x's shape.
     """
 
     def __init__(
@@ -47,11 +49,14 @@ class Row:
         errors: Mapping[tuple[int, ...], str] | None = None,
         training: bool = True,
         any_dtype: bool = False,
+        refuses: Iterable[tuple[torch.dtype, str]] = ((torch.int64, INTEGER), (torch.complex64, COMPLEX)),
+        given: Callable[[tuple[int, ...]], list[Tensor]] | None = None,
         **options: Any,
     ) -> None:
         self.kind, self.args, self.options = kind, args, options
         self.x, self.own, self.formula, self.errors = x, own, formula, dict(errors or {})
         self.training, self.any_dtype = training, any_dtype
+        self.refuses, self.given = tuple(refuses), given
 
     @property
     def twin(self) -> type[torch.nn.Module] | None:
@@ -61,7 +66,12 @@ class Row:
 
     @property
     def num_extras(self) -> int:
-        return self.kind.num_extra_inputs if issubclass(self.kind, fusible.Op) else 0
+        return len(self.names)
+
+    @property
+    def names(self) -> tuple[str | None, ...]:
+        """The names of the extra inputs."""
+        return self.op().present_inputs() if issubclass(self.kind, fusible.Op) else ()
 
     def construct(self, kind: type) -> Any:
         """`kind` with this row's arguments, in this row's mode."""
@@ -77,21 +87,23 @@ class Row:
         return op
 
     def block(self, dtype: torch.dtype = torch.float64, **options: Any) -> fusible.Sequential:
-        op = self.op(dtype)
-        names = op.extra_input_names() if isinstance(op, fusible.Op) else ()
-        return fusible.Sequential(op, inputs=[name for name in names if name is not None], **options)
+        inputs = [name for name in self.names if name is not None]
+        return fusible.Sequential(self.op(dtype), inputs=inputs, **options)
 
     def inputs(self, dtype: torch.dtype = torch.float64, leading: tuple[int, ...] | None = None) -> list[Tensor]:
         """x and the extra inputs, with other leading dimensions if given."""
         shape = self.x if leading is None else (*leading, *self.x[len(self.x) - self.own :])
+        if self.given:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(2)
+                return [t.to(dtype) if t.is_floating_point() else t for t in self.given(shape)]
         generator = torch.Generator().manual_seed(2)
         count = 1 + self.num_extras
         return [(torch.randn(shape, generator=generator, dtype=torch.float64) * 1.5).to(dtype) for _ in range(count)]
 
     def named(self, tensors: list[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Inputs as a call takes them: by position, and the ones that have a name by keyword."""
-        op = self.op()
-        names = [n for n in op.extra_input_names() if n] if isinstance(op, fusible.Op) else []
+        names = [name for name in self.names if name is not None]
         first = len(tensors) - len(names)
         return tensors[:first], dict(zip(names, tensors[first:], strict=True))
 

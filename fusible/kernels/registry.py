@@ -62,7 +62,10 @@ class Kernel:
             return self._recorded(x, *args, **options)
         if not self.backends:
             return self.body(x, *args, **options)
-        key = x.device, x.dtype, x.shape[-1], _state.forced  # the device itself: its type's name costs ten times that
+        try:
+            key = x.device, x.dtype, x.shape[-1], _state.forced  # the device, as its type costs ten times that
+        except IndexError:  # a scalar
+            return self.body(x, *args, **options)
         body = self._chosen.get(key)
         if body is None:
             body = self._choose_body(key)
@@ -71,7 +74,7 @@ class Kernel:
     def _recorded(self, x: torch.Tensor, *args: Any, **options: Any) -> Any:
         """Notes which backend would run, and runs the torch body, which takes fake tensors too."""
         if _state.calls is not None:
-            chosen = self.choose(x.device.type, x.dtype, x.shape[-1])
+            chosen = self.choose(x.device.type, x.dtype, x.shape[-1] if x.shape else None)
             _state.calls.append((self.name, chosen.name if chosen else "torch"))
         return self.body(x, *args, **options)
 
