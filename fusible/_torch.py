@@ -118,3 +118,14 @@ def cpu_capabilities() -> dict[str, Any]:
 def bare(operator: Any) -> Any:
     """What an operator's overload (`torch.ops.aten.mm.default`) calls, without its Python wrapper."""
     return operator._op
+
+
+#: torch's attention on the CPU, forward and backward. The last dimension of their heads must be dense, which they do not
+#: check, and there must be elements.
+flash_cpu = bare(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default)
+dflash_cpu = bare(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+
+
+def without_data() -> bool:
+    """Whether tensors have shapes alone here, or stand for something: no value can be read."""
+    return dispatch_modes() > 0 and _infra_mode()

@@ -49,7 +49,7 @@ def _input_layouts() -> dict[str, Callable[[Tensor], Tensor]]:
         "transposed input": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
         "sliced input": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
         "every other row": lambda x: x.repeat_interleave(2, 0)[::2],
-        "expanded input": lambda x: x[:1].expand(x.shape),
+        "expanded input": lambda x: x[:1].expand(x.shape) if x.is_floating_point() else x,
     }
 
 
