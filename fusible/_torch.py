@@ -120,7 +120,7 @@ def bare(operator: Any) -> Any:
     return operator._op
 
 
-#: torch's attention on the CPU, forward and backward. The last dimension of their heads must be dense, which they do not
+#: torch's attention on the CPU, forward and backward. The last dimension of heads must be dense, which they do not
 #: check, and there must be elements.
 flash_cpu = bare(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default)
 dflash_cpu = bare(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default)

@@ -16,6 +16,7 @@ of x; what they lack (a soft cap, dropout, a mask's gradient) is done here by th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -67,8 +68,9 @@ class Piece(NamedTuple):
 
 def heads_of(x: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
     """Views of the query, key and value heads: [b, t, w] -> [b, h, t, e], [b, g, t, e] twice."""
-    parts = x.unflatten(-1, (how.heads + 2 * how.kv_heads, -1)).transpose(1, 2)
-    return parts.split((how.heads, how.kv_heads, how.kv_heads), 1)  # type: ignore[return-value]
+    total = how.heads + 2 * how.kv_heads
+    parts = x.unflatten(-1, (total, x.shape[-1] // total)).transpose(1, 2)
+    return parts.split((how.heads, how.kv_heads, how.kv_heads), 1)
 
 
 def pieces(length: int, borders: Sequence[int] | None, how: How, queries: int | None) -> Iterator[Piece]:
@@ -78,7 +80,7 @@ def pieces(length: int, borders: Sequence[int] | None, how: How, queries: int | 
     step = max(queries or length, 1)
     if reach < length:
         step = min(step, max(WINDOW_QUERIES, reach))
-    for start, stop in zip(borders, borders[1:], strict=False):
+    for start, stop in pairwise(borders):
         for first in range(start, stop, step):
             last = min(first + step, stop)
             yield Piece(first, last, max(start, first - reach + 1), last if how.causal else min(stop, last + reach - 1))
@@ -163,7 +165,7 @@ def _dflash(
     if len(todo) == 1:
         own, causal = masks.of(todo[0])
         grads = _torch.dflash_cpu(d, q, k, v, o, lse, 0.0, causal, attn_mask=own, scale=how.scale)
-        return tuple(grad.transpose(1, 2) for grad in grads)  # type: ignore[return-value]
+        return tuple(grad.transpose(1, 2) for grad in grads)
     dq, dk, dv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
     for piece in todo:
         own, causal = masks.of(piece)
@@ -196,7 +198,7 @@ def known_to_torch(x: Tensor, mask: Tensor | None, sequence: Tensor | None, how:
 
 def _grouped(t: Tensor, groups: int) -> Tensor:
     """[b, h, t, ...] -> [b, g, (h/g) t, ...]: the query heads of a key head, one after the other."""
-    return t.unflatten(1, (groups, -1)).flatten(2, 3)
+    return t.unflatten(1, (groups, t.shape[1] // groups)).flatten(2, 3)
 
 
 def _scores(q: Tensor, k: Tensor, how: How) -> tuple[Tensor, Tensor]:
@@ -265,9 +267,7 @@ def formula(
     return torch.cat(outs, 2).transpose(1, 2).to(x.dtype) if outs else q.transpose(1, 2).to(x.dtype)
 
 
-def _plain(
-    x: Tensor, mask: Tensor | None, sequence: Tensor | None, how: How
-) -> tuple[Tensor, list[Tensor]]:
+def _plain(x: Tensor, mask: Tensor | None, sequence: Tensor | None, how: How) -> tuple[Tensor, list[Tensor]]:
     """(out, masks of the dropout) by the formula, piece by piece."""
     q, k, v = (to(part, wide(x.dtype)) for part in heads_of(x, how))
     out = x.new_empty(x.shape[0], x.shape[1], how.heads, q.shape[-1])
@@ -332,8 +332,10 @@ def _borders(borders: Tensor | None) -> Sequence[int] | None:
 def attention(
     x: Tensor, mask: Tensor | None, borders: Tensor | None, how: How, want_mask: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """[b, t, w] -> (out [b, t, h, e], l [b, h, t] if torch's kernel ran, what dropout drew). mask: [1 or b, 1 or h, 1 or t, 1 or t],
-    bools (true: may see) or added; borders [n + 1]: where the sequences of a row begin, and where the last one ends.
+    """[b, t, w] -> (out [b, t, h, e], l [b, h, t] if torch's kernel ran, what dropout drew if it did).
+
+    mask: [1 or b, 1 or h, 1 or t, 1 or t], bools (true: may see) or added; borders [n + 1]: where sequences of a row
+    begin, and where the last one ends.
     """
     if not x.numel():
         return x.new_zeros(*x.shape[:2], how.heads, x.shape[2] // (how.heads + 2 * how.kv_heads)), None, None
@@ -351,7 +353,7 @@ def dattention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """The gradients of the heads, [b, t, h, e] and [b, t, g, e] twice, and of the mask."""
     if not x.numel():
-        parts = x.unflatten(-1, (how.heads + 2 * how.kv_heads, -1)).split((how.heads, how.kv_heads, how.kv_heads), 2)
+        parts = [part.transpose(1, 2) for part in heads_of(x, how)]
         dmask = torch.zeros_like(mask) if want_mask and mask is not None else None
         return *[torch.zeros_like(part) for part in parts], dmask  # type: ignore[return-value]
     if not _by_formula(x, how, want_mask):

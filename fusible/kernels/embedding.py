@@ -34,5 +34,7 @@ def dadd_rows(dy: Tensor, count: int) -> Tensor:
     """The sum of dy over its leading dimensions, in a table of `count` rows: [..., t, d] -> [count, d]."""
     length, width = dy.shape[-2:]
     total = dy.new_zeros(count, width, dtype=wide(dy.dtype))
-    total[:length] = to(dy, wide(dy.dtype)) if dy.dim() == 2 else dbias(dy.flatten(-2), wide(dy.dtype)).view(length, width)
+    total[:length] = (
+        to(dy, wide(dy.dtype)) if dy.dim() == 2 else dbias(dy.flatten(-2), wide(dy.dtype)).view(length, width)
+    )
     return total

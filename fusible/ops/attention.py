@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from fusible import _torch, kernels
 from fusible.kernels.attention import How, drawn, formula, known_to_torch, sequence_numbers
-from fusible.op import Absent, Env, Grads, Op, Out, Saved, Spec, reads_for
+from fusible.op import Absent, Env, Grads, Op, Out, Saved, Spec
 from fusible.ops._checks import arithmetic, shown
 
 __all__ = ["Attention"]
@@ -25,8 +27,8 @@ class Attention(Op):
 
         s_ij = scale q_i·k_j + mask_ij,   y_i = sum_j dropout(softmax_j(s_ij)) v_j
 
-    over those j that i may see: all; with `causal` j <= i; with `window=w` also j > i - w and, if not causal, j < i + w;
-    those that `mask` leaves; those of the same sequence. A query that may see nothing gives 0.
+    over those j that i may see: all; with `causal` j <= i; with `window=w` also j > i - w and, if not causal,
+    j < i + w; those that `mask` leaves; those of the same sequence. A query that may see nothing gives 0.
 
     Args:
         scale: e^(-1/2) if not given.
@@ -42,12 +44,12 @@ class Attention(Op):
 
     On the CPU torch's own kernels run, forward and backward, on views of x, one call for each sequence (with a window,
     for each run of queries); a soft cap, dropout and a mask that requires grad are calculated by the formula, some
-    queries at a time. Neither holds t x t scores. y has x's dtype; sums are in float32 at least, and where torch's kernel
-    runs on 16-bit x it rounds the weights to x's dtype. Kept for backward: x, y, and one number for each row and head.
+    queries at a time. Neither holds t x t scores. y has x's dtype, also under autocast; sums are in float32 at least,
+    and torch's kernel rounds the weights of 16-bit x to x's dtype. Kept: x, y, and a number for each row and head.
 
     Raises `ValueError` on a width that is not whole heads, masks that do not broadcast, and borders that are none.
 
-    Source: Vaswani et al., "Attention is all you need", 2017; Ainslie et al., "GQA", 2023; Dao, "FlashAttention-2", 2023.
+    Source: Vaswani et al., "Attention is all you need", 2017; Ainslie et al., "GQA", 2023.
     """
 
     num_extra_inputs = 2
@@ -96,14 +98,15 @@ class Attention(Op):
         sequence = None if cu_seqlens is None else sequence_numbers(cu_seqlens, x.shape[-2])
         transformed = _torch.seen_through() and not torch.compiler.is_compiling()
         known = self.soft_cap is None and not how.dropout and not transformed and x.numel()
-        out = (known_to_torch if known else formula)(flat, _four(mask, x), sequence, how)
-        return out.flatten(-2).reshape(*x.shape[:-1], -1)
+        with torch.autocast(x.device.type, enabled=False) if _torch.any_autocast() else nullcontext():
+            out = (known_to_torch if known else formula)(flat, _four(mask, x), sequence, how)
+        return self._whole(out, x)
 
     def fwd(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, *, env: Env) -> Out:
         if cu_seqlens is not None:
             _check_borders(cu_seqlens, x.shape[-2])
         out, lse, drop = kernels.attention(_flat(x), _four(mask, x), cu_seqlens, self._how(x), env.needs.mask)
-        y = out.reshape(*x.shape[:-1], out.shape[-2] * out.shape[-1])
+        y = self._whole(out, x)
         return Out(y, saved=Attention.Saved(x, y, lse, mask, cu_seqlens, drop))
 
     def bwd(self, saved: Saved, dy: Tensor, *, env: Env) -> Grads:
@@ -115,15 +118,17 @@ class Attention(Op):
         """The gradients of the query, key and value heads, [b, t, heads, e] each, and of the mask."""
         x, y, lse, mask, cu_seqlens, drop = saved
         how, flat, four = self._how(x), _flat(x), _four(mask, x)
-        d, out = (_flat(t).unflatten(-1, (self.heads, -1)) for t in (dy, y))
+        d, out = (_flat(t).unflatten(-1, (self.heads, y.shape[-1] // self.heads)) for t in (dy, y))
         dq, dk, dv, dmask = kernels.dattention(d, flat, out, lse, four, cu_seqlens, how, drop, want_mask)
         return dq, dk, dv, None if dmask is None else _unbroadcast(dmask, mask, x)
 
     def replay(self, saved: Saved, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         how, flat = self._how(x), _flat(x)
         sequence = None if cu_seqlens is None else sequence_numbers(cu_seqlens, x.shape[-2])
-        out = formula(flat, _four(mask, x), sequence, how, drawn(flat, how, saved and saved.drop))
-        return out.flatten(-2).reshape(*x.shape[:-1], -1)
+        drop = None if saved is None or saved.drop is None else drawn(flat, how, saved.drop)
+        with torch.autocast(x.device.type, enabled=False):
+            out = formula(flat, _four(mask, x), sequence, how, drop)
+        return self._whole(out, x)
 
     def infer(
         self, x: Spec, mask: Spec | None, cu_seqlens: Spec | None, *, autocast: torch.dtype | None = None
@@ -158,6 +163,11 @@ class Attention(Op):
                    "mask": None, "cu_seqlens": None}  # fmt: skip
         changed = [f"{name}={getattr(self, name)!r}" for name, usual in options.items() if getattr(self, name) != usual]
         return ", ".join([f"{self.heads}, {self.kv_heads}", *changed])
+
+    @staticmethod
+    def _whole(out: Tensor, x: Tensor) -> Tensor:
+        """[b, t, h, e] -> [..., t, h e]."""
+        return out.reshape(*x.shape[:-1], out.shape[-2] * out.shape[-1])
 
     def _how(self, x: Tensor) -> How:
         size = x.shape[-1] // (self.heads + 2 * self.kv_heads)
@@ -201,8 +211,7 @@ def _check_borders(borders: Tensor, length: int) -> None:
     if _torch.without_data():
         return
     at = borders.tolist()
-    if at[0] != 0 or at[-1] != length or any(a > b for a, b in zip(at, at[1:], strict=False)):
+    if at[0] != 0 or at[-1] != length or any(a > b for a, b in pairwise(at)):
         raise ValueError(
             f"Attention: cu_seqlens must begin with 0, not fall, and end with the length {length}, got {at}"
         )
-

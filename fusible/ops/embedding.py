@@ -56,7 +56,7 @@ class Embedding(Op, torch.nn.Embedding):
         given = [name for name, there in options.items() if there]
         return f"Embedding with {given[0]} runs as torch.nn.Embedding does it" if given else None
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Tensor:
         return torch.nn.Embedding.forward(self, x) if self.declines() else Op.forward(self, x)
 
 
