@@ -192,8 +192,9 @@ def _four(mask: Tensor | None, x: Tensor) -> Tensor | None:
 
 def _unbroadcast(dmask: Tensor, mask: Tensor, x: Tensor) -> Tensor:
     """The gradient of `_four`, in memory of its own."""
-    whole = dmask.unflatten(0, x.shape[:-2]) if mask.dim() > 4 else dmask
-    return whole.sum_to_size(mask.shape) if mask.dim() >= 4 else whole.view(mask.shape)
+    if mask.dim() < 4 or x.dim() == 3:
+        return dmask.view(mask.shape)
+    return dmask.unflatten(0, x.shape[:-2]).sum_to_size(mask.shape)
 
 
 def _check_mask(mask: Spec, full: tuple[int, ...], x: Spec) -> None:

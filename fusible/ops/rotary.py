@@ -174,7 +174,7 @@ def check_positions(x: Spec, positions: Spec) -> None:
         raise ValueError(f"positions must have dtype int64 or int32, got {positions.dtype}; convert them with long()")
     if positions.shape not in (x.shape[:-1], x.shape[-2:-1]):
         raise ValueError(
-            f"positions must have shape {[x.shape[-2]]} or {list(x.shape[:-1])}, one for each place of x, but has "
+            f"positions must have shape {[x.shape[-2]]} or {list(x.shape[:-1])}, one for each place of x, but have "
             f"{list(positions.shape)} {shown(x)}"
         )
 
