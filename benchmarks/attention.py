@@ -52,7 +52,7 @@ class EagerBlock(nn.Module):
         heads = self.qkv(self.norm(x)).unflatten(-1, (-1, SIZE)).transpose(1, 2)
         q, k, v = heads.split((HEADS, self.kv_heads, self.kv_heads), 1)
         q, k = rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=HEADS != self.kv_heads)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.kv_heads != HEADS)
         return x + self.out(y.transpose(1, 2).flatten(2))
 
 

@@ -106,7 +106,7 @@ def _attention() -> list:
         ops.Residual(
             ops.RMSNorm(8), ops.Linear(8, 16), ops.Rotary(4, 3), ops.Attention(2, 1, causal=True), ops.Linear(8, 8)
         ),
-        ops.PositionEmbedding(9, 8),
+        ops.PositionEmbedding(64, 8),
     ]
 
 

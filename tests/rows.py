@@ -166,6 +166,14 @@ def rms_norm(op: Any, x: Tensor) -> Tensor:
     return x / torch.sqrt((x**2).mean(dims, keepdim=True) + op.eps) * (1 + op.weight)
 
 
+def qk_norm(op: Any, x: Tensor) -> Tensor:
+    heads = list(x.unflatten(-1, (-1, op.head_dim)).unbind(-2))
+    for number in range(op.heads + op.kv_heads):
+        weight = op.q_weight if number < op.heads else op.k_weight
+        heads[number] = heads[number] / torch.sqrt((heads[number] ** 2).mean(-1, keepdim=True) + op.eps) * weight
+    return torch.cat(heads, -1)
+
+
 def rotary(op: Any, x: Tensor, positions: Tensor | None = None) -> Tensor:
     """By multiplication of complex numbers."""
     r = op.rotary_dim
@@ -296,6 +304,9 @@ ROWS = [
     Row(ops.AddExtraInput, "r", formula=lambda op, x, extra: x + extra),
     Row(ops.MakeExtraOutput, any_dtype=True, formula=lambda op, x: (x, x)),
     Row(ops.MakeExtraOutput, "r", keep=True, any_dtype=True, formula=lambda op, x: (x, x)),
+    Row(ops.QKNorm, 3, 2, x=(4, 18), formula=qk_norm,
+        errors=_errors("x's last dimension must be 6 heads of 3, but is 5")),
+    Row(ops.QKNorm, 5, 4, 2, x=(4, 40), eps=0.1, formula=qk_norm),
     Row(ops.Rotary, 6, 2, x=(2, 5, 18), own=2, formula=rotary, errors={
         (5, 20): "x's last dimension must be whole heads of 6, at least 2 of them, but is 20 (x: [5, 20])",
         (5, 6): "x's last dimension must be whole heads of 6, at least 2 of them, but is 6 (x: [5, 6])",

@@ -12,7 +12,7 @@ from fusible.ops.embedding import Embedding, PositionEmbedding
 from fusible.ops.extra import AddExtraInput, MakeExtraOutput
 from fusible.ops.gated import GEGLU, GLU, QGEGLU, ClampedSwiGLU, ReGLU, SiTUGLU, SReGLU, SwiGLU
 from fusible.ops.linear import BasicLinear, Bias, Linear
-from fusible.ops.norm import L2Normalization, LayerNorm, RMSNorm
+from fusible.ops.norm import L2Normalization, LayerNorm, QKNorm, RMSNorm
 from fusible.ops.residual import Residual
 from fusible.ops.rotary import Rotary
 from fusible.ops.scale import ConstantScale
@@ -38,6 +38,7 @@ __all__ = [
     "Linear",
     "MakeExtraOutput",
     "PositionEmbedding",
+    "QKNorm",
     "RMSNorm",
     "ReGLU",
     "ReLU",
