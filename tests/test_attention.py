@@ -10,11 +10,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from rows import F64
+from rows import F64, FLOATS
 from rows import attention as elementary
 
 import fusible
-from fusible import ops, rules
+from fusible import kernels, ops, rules
 from fusible.ops import rotary
 from fusible.testing import check, check_op
 
@@ -366,3 +366,40 @@ def test_explain_without_x_for_tokens():
     text = str(fusible.Sequential(ops.Embedding(7, 16), ops.Rotary(4, 3), ops.Attention(2, 1)).explain())
     assert "x [1, 1] int64" in text
     assert "x [1, 16] float32" in str(fusible.Sequential(ops.Linear(16, 16), ops.Attention(2, 1)).explain())
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("head", "turned"), [(300, 300), (6, 4), (2, 2)])
+def test_kernels_of_rotary_are_their_plain_bodies(dtype, interleaved, head, turned):
+    """No row: each backend's bodies, with heads wider than a tile, rows apart and a table for each row."""
+    torch.manual_seed(10)
+    wide_ = F64 if dtype is F64 else F32
+    shapes = [(7, turned), (3, 7, turned)]
+    x = torch.randn(3, 7, 5 * head + 4).to(dtype)[..., : 5 * head]
+    q, k, v = x.unflatten(-1, (5, head)).split((2, 1, 2), -2)
+    for shape in shapes:
+        angles = torch.randn(*shape[:-1], turned // 2, dtype=wide_)
+        table = torch.cat((angles.cos(), angles.sin()), -1)
+        for inverse in (False, True):
+            mine = kernels.rotate(x, table, 4, head, interleaved, inverse)
+            close(mine, kernels.rotate.body(x, table, 4, head, interleaved, inverse))
+        written = x.contiguous()
+        assert kernels.rotate_(written, table, 4, head, interleaved) is written
+        close(written, kernels.rotate_.body(x.contiguous(), table, 4, head, interleaved))
+        mine = kernels.unrotate_pack(q, k, v, table, 3, interleaved)
+        close(mine, kernels.unrotate_pack.body(q, k, v, table, 3, interleaved))
+    assert torch.equal(kernels.pack(q, k, v), x)
+    there = kernels.rotate(x, table, 4, head, interleaved).unflatten(-1, (5, head)).split((2, 1, 2), -2)
+    back = kernels.unrotate_pack(*there, table, 4, interleaved)
+    torch.testing.assert_close(back, x, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
+
+
+def close(mine, right):
+    """Within a rounding of the other's last digit: a product may be fused with the sum."""
+    eps = torch.finfo(mine.dtype).eps
+    torch.testing.assert_close(mine, right, rtol=2 * eps, atol=4 * eps)

@@ -15,7 +15,7 @@ of x; what they lack (a soft cap, dropout, a mask's gradient) is done here by th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -91,11 +91,12 @@ def visible(piece: Piece, how: How, device: torch.device) -> Tensor | None:
     i = torch.arange(piece.first, piece.last, device=device).unsqueeze(1)
     j = torch.arange(piece.low, piece.high, device=device)
     seen = None
-    if how.causal and piece.high > piece.first + 1:
+    always = torch.compiler.is_compiling()  # a graph for any length must not look at this one
+    if how.causal and (always or piece.high > piece.first + 1):
         seen = j <= i
-    if how.window is not None and piece.last - 1 - piece.low >= how.window:
+    if how.window is not None and (always or piece.last - 1 - piece.low >= how.window):
         seen = j > i - how.window if seen is None else seen & (j > i - how.window)
-    if how.window is not None and not how.causal and piece.high - 1 - piece.first >= how.window:
+    if how.window is not None and not how.causal and (always or piece.high - 1 - piece.first >= how.window):
         seen = j < i + how.window if seen is None else seen & (j < i + how.window)
     return seen
 
@@ -204,7 +205,7 @@ def _grouped(t: Tensor, groups: int) -> Tensor:
 def _scores(q: Tensor, k: Tensor, how: How) -> tuple[Tensor, Tensor]:
     """(scores, and before the soft cap, by it): [b, h, t, t] each."""
     flat = _grouped(q, how.kv_heads) @ k.transpose(-1, -2)  # [b, g, (h/g) t, t]
-    raw = flat.unflatten(2, (how.heads // how.kv_heads, -1)).flatten(1, 2) * how.scale
+    raw = flat.unflatten(2, (how.heads // how.kv_heads, q.shape[2])).flatten(1, 2) * how.scale
     if how.soft_cap is None:
         return raw, raw
     capped = torch.tanh(raw / how.soft_cap)
@@ -249,9 +250,11 @@ def formula(
 ) -> Tensor:
     """[b, t, w] -> [b, t, h, e], differentiable; `drop`: the dropout masks of the pieces, drawn here if not given."""
     q, k, v = (to(part, wide(x.dtype)) for part in heads_of(x, how))
-    by = _queries_at_once(x, how) if how.dropout else None
+    todo: Iterable[Piece] = [Piece(0, x.shape[1], 0, x.shape[1])]
+    if how.dropout:
+        todo = pieces(x.shape[1], None, how._replace(window=None), _queries_at_once(x, how))
     outs = []
-    for number, piece in enumerate(pieces(x.shape[1], None, how._replace(window=None), by)):
+    for number, piece in enumerate(todo):
         scores, _ = _scores(piece.queries(q), piece.keys(k), how)
         seen = _sequences(piece, visible(piece, how, x.device), sequence)
         scores = _masked(scores, piece, mask, seen)
@@ -263,7 +266,7 @@ def formula(
                 factor = 1 / (1 - how.dropout)
                 p = p * dropouts.dropout_mask(p, drop[number], factor) * factor
         out = _grouped(p, how.kv_heads) @ piece.keys(v)
-        outs.append(out.unflatten(2, (how.heads // how.kv_heads, -1)).flatten(1, 2))
+        outs.append(out.unflatten(2, (how.heads // how.kv_heads, piece.last - piece.first)).flatten(1, 2))
     return torch.cat(outs, 2).transpose(1, 2).to(x.dtype) if outs else q.transpose(1, 2).to(x.dtype)
 
 
