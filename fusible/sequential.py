@@ -292,8 +292,11 @@ class _State:
         parameters = [owner[name] for node in nodes for owner, name in node.op.sources()]
         like = next((p for p in parameters if p is not None), torch.empty(0))
         widths = [p.shape[-1] for p in parameters if p is not None]
-        for width in [factor * width for width in widths[:1] for factor in (1, 2)]:
-            x = torch.empty(1, width, dtype=like.dtype, device=like.device).requires_grad_()
+        widths = [factor * width for width in widths[:1] for factor in (1, 2)]
+        xs = [torch.empty(1, width, dtype=like.dtype, device=like.device).requires_grad_() for width in widths]
+        if nodes and "x" in nodes[0].op.lengthwise:
+            xs = [torch.zeros(1, 1, dtype=torch.int64, device=like.device)]
+        for x in xs:
             extras = dict.fromkeys(chain.chain.inputs[1:], x) if isinstance(chain, OperationFuser) else {}
             try:
                 Specs(nodes, None).propagate({0: x, **extras})
@@ -355,7 +358,7 @@ class _Plain:
         return x
 
     def op(self, op: Op, x: Tensor) -> Tensor:
-        extras = [self.take(name) for name in op.extra_input_names()]
+        extras = [self.take(name) for name in op.present_inputs()]
         outs = op(x, *extras)
         if not isinstance(outs, tuple):
             outs = tuple([outs[i] for i in range(1 + op.num_extra_outputs)]) if op.num_extra_outputs else (outs,)
