@@ -14,7 +14,11 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """`profile` is loaded when it is asked for."""
+    """`explain` and `profile` are loaded when they are asked for."""
+    if name == "explain":
+        from fusible.model_explanation import explain
+
+        return explain
     if name == "profile":
         from fusible.profiling import profile
 
@@ -32,6 +36,7 @@ __all__ = [
     "Sequential",
     "Spec",
     "backward",
+    "explain",
     "forward",
     "info",
     "kernels",
