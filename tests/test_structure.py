@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "_torch": set(),
     "op": set(),
     "kernels.registry": set(),
-    "kernels": {"_torch", "kernels"},
+    "kernels": {"_torch", "build", "kernels"},
     "ops": {"op", "kernels", "ops", "_torch"},
     "rule": {"op"},
     "rules": {"op", "ops", "rule", "kernels", "rules"},
