@@ -65,7 +65,7 @@ def test_flops_of_products_also_in_kernels_and_attention():
 
     costs.watched(step, "cpu", found.append)(meta(5, 4), meta(3, 4))
     assert found[0].cost.flops == 2 * 5 * 4 * 3 + 4 * 5 * 5 * 3
-    assert [work.flops for work in found[0].cost.work if work.flops][0] == 120
+    assert next(work.flops for work in found[0].cost.work if work.flops) == 120
 
 
 def test_times_are_predicted_by_a_calibration():
