@@ -244,7 +244,8 @@ def test_explain_as_a_command(file, capsys):
         (["{}"], "{}: must be FILE.py:OBJECT, as in model.py:block"),
         (["{}:blok"], "{} has no blok; it has block, split"),
         (["{}x:block"], "{}x: no such file"),
-        (["{}:number"], "{}:number must be a torch.nn.Module, or a function without arguments that returns one, got int"),
+        (["{}:number"],
+         "{}:number must be a torch.nn.Module, or a function without arguments that returns one, got int"),
         (["{}:block", "--input", "8y"], "--input 8y: must be sizes and perhaps a dtype, as 8x512 or 8x512:bfloat16; "
          "dtypes are float32, bfloat16, float16, float64, int64, int32, bool"),
         (["{}:block", "--input", "2x7"],
