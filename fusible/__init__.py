@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from fusible import kernels, memory, ops, rules, testing
@@ -13,17 +14,14 @@ from fusible.sequential import Sequential, use_rules
 __version__ = "0.1.0"
 
 
+#: Loaded when they are asked for: the module of each.
+_LAZY = {"audit": "auditing", "explain": "model_explanation", "profile": "profiling"}
+
+
 def __getattr__(name: str) -> Any:
-    """`audit` and `profile` are loaded when they are asked for."""
-    if name == "audit":
-        from fusible.auditing import audit
-
-        return audit
-    if name == "profile":
-        from fusible.profiling import profile
-
-        return profile
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"fusible.{_LAZY[name]}"), name)
 
 
 __all__ = [
@@ -37,6 +35,7 @@ __all__ = [
     "Spec",
     "audit",
     "backward",
+    "explain",
     "forward",
     "info",
     "kernels",

@@ -91,6 +91,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.containers: list[tuple[dict[str, Any], list[Any]]] = []
+        self.opened: list[torch.nn.Module] = []
         self.modules: list[torch.nn.Module] = []
         self.hooks: list[dict[int, Any]] = []
         self.hooked: list[torch.nn.Module] = []
@@ -99,6 +100,7 @@ class Watch:
     def container(self, module: torch.nn.Module, outermost: bool) -> None:
         self.containers.append((module._modules, list(module._modules.values())))
         if not outermost:  # the block's own hooks see it run, and so does a forward of its own
+            self.opened.append(module)
             self.module(module)
 
     def module(self, module: torch.nn.Module) -> None:

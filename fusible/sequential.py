@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ __all__ = ["Sequential", "use_rules"]
 
 class _InUse(threading.local):
     rules: RuleSet | None = None
+    observe: Callable[[Any, tuple, dict[str, Any]], None] | None = None
 
 
 _in_use = _InUse()
@@ -43,6 +44,16 @@ def use_rules(rules: Iterable[Rule]) -> Iterator[RuleSet]:
         yield new
     finally:
         _in_use.rules = before
+
+
+@contextmanager
+def observed_blocks(observe: Callable[[Any, tuple, dict[str, Any]], None]) -> Iterator[None]:
+    """Calls `observe(block, args, kwargs)` for each block that this thread calls on tensors without data."""
+    before, _in_use.observe = _in_use.observe, observe
+    try:
+        yield
+    finally:
+        _in_use.observe = before
 
 
 class Sequential(torch.nn.Sequential):
@@ -91,6 +102,8 @@ class Sequential(torch.nn.Sequential):
         if _torch.seen_through() or type(x) not in PLAIN_TENSORS:
             if not isinstance(x, (Tensor, torch.fx.Proxy)):
                 raise TypeError(f"{type(self).__name__}: x must be a tensor, got {_shown(x)}")
+            if _in_use.observe is not None:
+                _in_use.observe(self, (x, *extra_inputs), inputs)
             if isinstance(
                 extra_inputs, torch.fx.Proxy
             ):  # symbolic tracing gives *args and **kwargs of its root as one each
@@ -169,6 +182,10 @@ class Sequential(torch.nn.Sequential):
             )
         values = {0: x, **state.bind(x, extra_inputs, inputs)}
         return fuser, tuple(values[value] for value in fuser.chain.inputs)
+
+    def opened(self) -> list[torch.nn.Module]:
+        """The containers inside whose ops are part of this block's chains. For tools that look inside."""
+        return list(self.resolved().layout.watch.opened)
 
     def resolved(self) -> _State:
         """The container as it is now, resolved to chains and splits. For tools that look inside."""

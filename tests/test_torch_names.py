@@ -328,6 +328,8 @@ def test_will_accumulate():
     torch.autograd.grad(Asks.apply(x, weight).sum(), [x])
     torch.autograd.grad(Asks.apply(x, weight).sum(), [x, weight])
     assert answers == [True, False, False, None]
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_flash_cpu(dtype, causal):
