@@ -21,8 +21,9 @@ SOURCES = pathlib.Path(__file__).parent / "csrc"
 LIBRARY = pathlib.Path(__file__).parent / "_kernels.so"
 
 #: Loops, compiled per instruction set; operators, compiled once.
-LOOPS = ("activation.cpp", "dropout.cpp", "gated.cpp", "loops.cpp", "norm.cpp")
-OPERATORS = ("activation_ops.cpp", "dropout_ops.cpp", "gated_ops.cpp", "library.cpp", "memory.cpp", "norm_ops.cpp")
+LOOPS = ("activation.cpp", "cross_entropy.cpp", "dropout.cpp", "gated.cpp", "loops.cpp", "norm.cpp")
+OPERATORS = ("activation_ops.cpp", "cross_entropy_ops.cpp", "dropout_ops.cpp", "gated_ops.cpp", "library.cpp",
+             "memory.cpp", "norm_ops.cpp")  # fmt: skip
 
 #: GCC turns a clamp's branches into precomputed denormals, which are slow (docs/measured.md); the last two keep it
 #: from that.

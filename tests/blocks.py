@@ -101,6 +101,11 @@ def _reshaped() -> list:
     return [ops.Linear(8, 12), ops.Reshape((-1, 4)), ops.L2Normalization(), ops.Linear(4, 6), ops.GLU()]
 
 
+def _loss() -> list:
+    """A classifier: takes targets besides x."""
+    return [ops.RMSNorm(8), ops.Linear(8, 5), ops.CrossEntropy(label_smoothing=0.1)]
+
+
 BLOCKS: dict[str, Callable[[], list]] = {
     make.__name__.strip("_"): make
     for make in (
@@ -118,6 +123,7 @@ BLOCKS: dict[str, Callable[[], list]] = {
         _extras,
         _split,
         _reshaped,
+        _loss,
     )
 }
 
@@ -134,12 +140,13 @@ def make(name: str, rules: RuleSet | None = None, dtype: torch.dtype = torch.flo
 def inputs(name: str, dtype: torch.dtype = torch.float64, leading: tuple[int, ...] = (3,)) -> list[Tensor]:
     generator = torch.Generator().manual_seed(8)
     count = 3 if name == "extras" else 1
-    return [torch.randn(*leading, 8, generator=generator, dtype=torch.float64).to(dtype) for _ in range(count)]
+    made = [torch.randn(*leading, 8, generator=generator, dtype=torch.float64).to(dtype) for _ in range(count)]
+    return [*made, torch.randint(0, 5, leading, generator=generator)] if name == "loss" else made
 
 
 def fired(block: fusible.Sequential, *tensors: Tensor, **named: Tensor) -> set[str]:
     """The names of the rules that run when x and the extra inputs want a gradient."""
-    explanation = block.explain(*[t.detach().requires_grad_() for t in tensors], **named)
+    explanation = block.explain(*[t.detach().requires_grad_(t.is_floating_point()) for t in tensors], **named)
     rows = [row.rule for part in explanation.parts for row in (*part.forward, *part.backward)]
     notes = [note.split(": ")[1] for part in explanation.parts for note in part.notes if note.startswith("rewritten")]
     return {*rows, *notes} - {""}

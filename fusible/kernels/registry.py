@@ -151,3 +151,8 @@ def record_calls() -> Iterator[list[tuple[str, str]]]:
     finally:
         _state.calls = before
         _recorders.pop()
+
+
+def recording() -> bool:
+    """Whether calls are being recorded: tensors may then have no data."""
+    return bool(_recorders)

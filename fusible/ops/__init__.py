@@ -10,6 +10,7 @@ from fusible.ops.dropout import Dropout
 from fusible.ops.extra import AddExtraInput, MakeExtraOutput
 from fusible.ops.gated import GEGLU, GLU, QGEGLU, ClampedSwiGLU, ReGLU, SiTUGLU, SReGLU, SwiGLU
 from fusible.ops.linear import BasicLinear, Bias, Linear
+from fusible.ops.loss import CrossEntropy, LinearCrossEntropy
 from fusible.ops.norm import L2Normalization, LayerNorm, RMSNorm
 from fusible.ops.residual import Residual
 from fusible.ops.scale import ConstantScale
@@ -26,11 +27,13 @@ __all__ = [
     "Bias",
     "ClampedSwiGLU",
     "ConstantScale",
+    "CrossEntropy",
     "Dropout",
     "Identity",
     "L2Normalization",
     "LayerNorm",
     "Linear",
+    "LinearCrossEntropy",
     "MakeExtraOutput",
     "RMSNorm",
     "ReGLU",
