@@ -41,6 +41,8 @@ def make_plan(chain: Chain, sources: Sequence[tuple[dict, str]], call: Call) -> 
     builder.find_wanted()
     if builder.apply_rewrites(numbers):
         builder.find_wanted()
+    accumulating = [node.op for node in chain.nodes if node.op.accumulate_into_main_grad]
+    plan.accumulated = plan.wanted.intersection(v for op in accumulating for v in _param_values(op, numbers))
     builder.cover_backward()
     builder.cover_forward()
     builder.cut()
@@ -136,9 +138,6 @@ class _Builder:
             steps.append(step)
         plan.backward_steps = tuple(steps)
         plan.read = self._params_read(steps)
-        accumulating = [node for node in live if node.op.accumulate_into_main_grad]
-        params = {value for node in accumulating for value in plan.params[plan.index(node)]}
-        plan.accumulated = frozenset(params & plan.wanted)
 
     def cover_forward(self) -> None:
         found = self._cover(FORWARD, self.plan.nodes)

@@ -264,6 +264,8 @@ class _State:
         ]
         only = self.parts[0] if len(self.parts) == 1 and not layout.shared else None
         self.single = only if isinstance(only, OperationFuser) else None
+        lengths = [part.lengths for part in layout.parts if isinstance(part, Chain)]
+        self.may_be_scalar = frozenset().union(*lengths)  # a length may be missing, as that of one row's target
 
     def __call__(self, x: Tensor, extras: tuple, named: dict[str, Any], rules: RuleSet) -> tuple[Tensor, ...] | None:
         """The block's outputs; `None` if a tensor's type asks for the plain path."""
@@ -295,10 +297,10 @@ class _State:
             raise TypeError(f"{self.name} needs its input {missing[0]!r}; pass block(x, {missing[0]}=...)")
         values = {value: extra for (value, _), extra in zip(positional, extras, strict=True)}
         values.update((shared[name], tensor) for name, tensor in named.items())
-        for tensor in values.values():
+        for value, tensor in values.items():
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"{self.name}: extra inputs must be tensors, got {_shown(tensor)}")
-            if not tensor.dim():
+            if not tensor.dim() and value not in self.may_be_scalar:
                 raise ValueError(f"{self.name}: extra inputs must have at least one dimension, got a scalar")
         return values
 

@@ -110,6 +110,11 @@ def _attention() -> list:
     ]
 
 
+def _loss() -> list:
+    """A classifier: takes targets besides x."""
+    return [ops.RMSNorm(8), ops.Linear(8, 5), ops.CrossEntropy(label_smoothing=0.1)]
+
+
 BLOCKS: dict[str, Callable[[], list]] = {
     make.__name__.strip("_"): make
     for make in (
@@ -128,6 +133,7 @@ BLOCKS: dict[str, Callable[[], list]] = {
         _split,
         _reshaped,
         _attention,
+        _loss,
     )
 }
 
@@ -145,12 +151,13 @@ def inputs(name: str, dtype: torch.dtype = torch.float64, leading: tuple[int, ..
     generator = torch.Generator().manual_seed(8)
     leading = leading or (1,) if name == "attention" else leading  # which needs a dimension of length
     count = 3 if name == "extras" else 1
-    return [torch.randn(*leading, 8, generator=generator, dtype=torch.float64).to(dtype) for _ in range(count)]
+    made = [torch.randn(*leading, 8, generator=generator, dtype=torch.float64).to(dtype) for _ in range(count)]
+    return [*made, torch.randint(0, 5, leading, generator=generator)] if name == "loss" else made
 
 
 def fired(block: fusible.Sequential, *tensors: Tensor, **named: Tensor) -> set[str]:
     """The names of the rules that run when x and the extra inputs want a gradient."""
-    explanation = block.explain(*[t.detach().requires_grad_() for t in tensors], **named)
+    explanation = block.explain(*[t.detach().requires_grad_(t.is_floating_point()) for t in tensors], **named)
     rows = [row.rule for part in explanation.parts for row in (*part.forward, *part.backward)]
     notes = [note.split(": ")[1] for part in explanation.parts for note in part.notes if note.startswith("rewritten")]
     return {*rows, *notes} - {""}

@@ -217,12 +217,53 @@ def attention(op: Any, x: Tensor, *extras: Tensor) -> Tensor:
     return torch.cat(outs, -1)
 
 
+def cross_entropy(op: Any, x: Tensor, target: Tensor) -> Tensor:
+    """By probabilities and a one-hot target, smoothed."""
+    z = x if op.soft_cap is None else op.soft_cap * torch.tanh(x / op.soft_cap)
+    classes = x.shape[-1]
+    weight = torch.ones(classes, dtype=x.dtype) if op.class_weight is None else op.class_weight
+    hit = (torch.arange(classes) == target[..., None]).to(x.dtype)
+    total = torch.exp(z).sum(-1)
+    log_p = torch.log(torch.exp(z) / total[..., None])
+    wanted = hit * (1 - op.label_smoothing) + op.label_smoothing / classes
+    of_row = (hit * weight).sum(-1)  # 0 where the target is ignored
+    losses = -(wanted * weight * log_p).sum(-1) + op.z_loss * of_row * torch.log(total) ** 2
+    losses = losses * (target != op.ignore_index)
+    if op.reduction == "none":
+        return losses
+    return losses.sum() / of_row.sum() if op.reduction == "mean" else losses.sum()
+
+
+def linear_cross_entropy(op: Any, x: Tensor, target: Tensor) -> Tensor:
+    return cross_entropy(op, x @ op.weight.T + (0 if op.bias is None else op.bias), target)
+
+
+def with_targets(shape: tuple[int, ...]) -> list[Tensor]:
+    """x, and targets of five classes, of which the second is ignored."""
+    target = torch.randint(0, 5, shape[:-1])
+    if target.numel() > 1:
+        target.view(-1)[1] = -100
+    return [torch.randn(shape, dtype=torch.float64) * 1.5, target]
+
+
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
 def _errors(text: str, width: int = 5) -> dict[tuple[int, ...], str]:
     """`text` for a wrong last dimension, in rank 1 and 2."""
     return {shape: text + f" (x: {list(shape)})" for shape in ((width,), (8, width))}
+
+
+#: Options of a loss, one by one and all.
+CLASS_WEIGHT = torch.tensor([0.5, 1.0, 2.0, 0.25, 0.0])
+LOSSES: list[dict[str, Any]] = [
+    {},
+    {"reduction": "none", "label_smoothing": 0.2},
+    {"class_weight": CLASS_WEIGHT, "z_loss": 0.1, "label_smoothing": 0.3, "soft_cap": 2.0, "name": "targets"},
+    {"reduction": "sum", "class_weight": CLASS_WEIGHT},
+    {"reduction": "none", "class_weight": CLASS_WEIGHT, "z_loss": 0.1, "label_smoothing": 1.0, "soft_cap": 2.0},
+]
+TARGETS = "the targets must have x's shape without its last dimension, [8], but have [3]; reshape them"
 
 
 FEATURES = _errors("weight takes 6 features but x's last dimension is 5")
@@ -289,6 +330,12 @@ ROWS = [
     Row(ops.ClampedSwiGLU, formula=gated(clamped)),
     *_gated(ops.SiTUGLU, situ),
     Row(ops.SiTUGLU, beta1=0.5, beta2=2.0, formula=gated(situ)),
+    *[Row(ops.CrossEntropy, x=(3, 5), given=with_targets, formula=cross_entropy, errors={(8, 5): TARGETS}, **options)
+      for options in LOSSES],
+    *[Row(ops.LinearCrossEntropy, 6, 5, given=with_targets, formula=linear_cross_entropy, errors=FEATURES, **options)
+      for options in LOSSES[:3]],
+    *[Row(ops.LinearCrossEntropy, 6, 5, bias=True, given=with_targets, formula=linear_cross_entropy, **options)
+      for options in LOSSES[1::2]],
     Row(ops.Dropout, 0),
     Row(ops.Dropout),
     Row(ops.Dropout, 0.25, inplace=True),

@@ -13,7 +13,7 @@ import pytest
 from fusible.kernels import library
 
 TESTS = pathlib.Path(__file__).parent
-FILES = ("test_cpu_math.py", "test_cpu_norm.py")
+FILES = ("test_cpu_math.py", "test_cpu_norm.py", "test_cross_entropy.py")
 CODE = """
 import sys, torch
 from fusible.kernels import library

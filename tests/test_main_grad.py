@@ -212,3 +212,22 @@ def test_half_precision_parameters_with_buffers_in_float32():
     for parameter, total in zip(block.parameters(), wanted(block, batches(torch.bfloat16)), strict=True):
         assert parameter.main_grad.dtype is torch.float32
         torch.testing.assert_close(parameter.main_grad, total.float(), rtol=0.1, atol=0.1 * total.abs().max().item())
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("rule", ["gated_mlp", "linear_cross_entropy"])
+def test_ops_that_a_rewrite_puts_together_accumulate(rule):
+    first, last = ops.Linear(8, 16, bias=False, **ON), ops.Linear(8, 8, bias=False, **ON)
+    if rule == "gated_mlp":
+        block = fusible.Sequential(first, ops.SwiGLU(), last, rules=(fusible.rules.gated_mlp,)).double()
+        x: tuple = (batches()[0],)
+    else:
+        block = fusible.Sequential(last, ops.CrossEntropy("sum"), rules=(fusible.rules.linear_cross_entropy,)).double()
+        x = batches()[0], torch.tensor([1, 2, 3, 4])
+    assert rule in str(block.explain(*x))
+    want = torch.autograd.grad(block.reference(*x).square().sum(), [*block.parameters()])
+    give_buffers(block, torch.float64)
+    block(*x).square().sum().backward()
+    for parameter, total in zip(block.parameters(), want, strict=True):
+        torch.testing.assert_close(parameter.main_grad, total)
+        assert not parameter.grad.any()

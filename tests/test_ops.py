@@ -86,6 +86,8 @@ def test_parameters_of_another_dtype(row, x, parameters):
     linear = isinstance(block[0], (ops.Linear, ops.BasicLinear)) or not inputs[0].is_floating_point()
     residual = isinstance(block[0], ops.Residual)
     right = torch.promote_types(x, parameters) if residual else parameters if linear else x
+    if isinstance(block[0], ops.LinearCrossEntropy):
+        right = torch.promote_types(parameters, torch.float32)
     assert block(*inputs, **named).dtype is right
 
 

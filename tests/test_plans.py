@@ -42,7 +42,8 @@ def explained(block: Sequential, *inputs: torch.Tensor, **named: torch.Tensor) -
 
 def standard(name: str) -> str:
     count = 3 if name == "extras" else 1
-    return explained(make(name, dtype=F32), *[wide(64, 8) for _ in range(count)])
+    targets = [torch.zeros(64, dtype=torch.int64)] if name == "loss" else []
+    return explained(make(name, dtype=F32), *[wide(64, 8) for _ in range(count)], *targets)
 
 
 def frozen() -> str:
@@ -156,6 +157,7 @@ def test_what_is_kept_is_what_a_call_keeps():
         if name in ("split", "channels"):
             continue
         inputs = [wide(64, 8) for _ in range(3 if name == "extras" else 1)]
+        inputs += [torch.zeros(64, dtype=torch.int64)] if name == "loss" else []
         with kernels.use("reference"):
             said = block.explain(*inputs).kept_bytes
             outs = block(*inputs)

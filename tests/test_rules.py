@@ -21,7 +21,7 @@ from fusible.kernels import library
 from fusible.ops import GELU, AddExtraInput, BasicLinear, Bias, MakeExtraOutput, ReLU, SiLU
 from fusible.testing import check, check_rule
 
-F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+F32, F64, BF16, I64 = torch.float32, torch.float64, torch.bfloat16, torch.int64
 
 
 class Case(NamedTuple):
@@ -149,7 +149,7 @@ CASES = [
     Case("dattention_rotary", lambda: [ops.Rotary(2, 3, interleaved=True), ops.Attention(1, soft_cap=3.0)]),
     Case("dattention_rotary", lambda: [ops.Rotary(2, 2), ops.Attention(1, window=2)], x=F32),
     Case("dattention_rotary", lambda: [ops.Rotary(6, 1), ops.Attention(1)],
-         "Rotary turns heads of 6, Attention has heads of another size"),
+         "Rotary turns heads of 6, Attention has heads of another size: give both one size"),
     Case("dlinear_add", lambda: [ops.MakeExtraOutput(), linear()]),
     Case("dlinear_add", lambda: [ops.Residual(linear(bias=False))]),
     Case("dlinear_add", lambda: [ops.MakeExtraOutput(), linear()], NARROW_X, x=F32),
@@ -178,6 +178,12 @@ CASES = [
     Case("bias_act", lambda: [Opaque(), ops.Bias(6).double(), ops.GELU()],
          "shapes behind Opaque (op 0) are unknown, as its formula cannot be asked without data: give Opaque a method "
          "infer"),
+    Case("linear_cross_entropy", lambda: [linear(), ops.CrossEntropy()], extras=(I64,)),
+    Case("linear_cross_entropy", lambda: [linear(bias=False), ops.CrossEntropy("sum", z_loss=0.1)], extras=(I64,)),
+    Case("linear_cross_entropy", lambda: [linear(), ops.CrossEntropy("none")], extras=(I64,), grad=False),
+    Case("linear_cross_entropy", lambda: [ops.Linear(6, 6), ops.CrossEntropy()], x=BF16, extras=(I64,)),
+    Case("linear_cross_entropy", lambda: [linear(), ops.CrossEntropy("none")],
+         'with reduction="none" the logits would be made twice: reduce the loss, by "mean" or "sum"', extras=(I64,)),
     *[Case("dropout_add", lambda p=p: [ops.Dropout(p), ops.AddExtraInput()], extras=(F64,)) for p in (0.3, 0.0, 1.0)],
     Case("dropout_add", lambda: [ops.Dropout(0.3), ops.AddExtraInput()], TWO_DTYPES, extras=(F32,)),
     *[Case(rule, lambda p=p, norm=norm: [ops.Dropout(p), ops.AddExtraInput(), norm(6).double()], extras=(F64,))
@@ -203,7 +209,10 @@ def prepared(case: Case) -> tuple[list, list[Tensor]]:
         for parameter in module.parameters():
             torch.nn.init.normal_(parameter, 0.1, 0.5)
     case.change(chain)
-    return chain, [torch.randn(3, 6, dtype=F64).to(dtype) for dtype in (case.x, *case.extras)]
+    return chain, [
+        torch.randint(0, 6, (3,)) if dtype is I64 else torch.randn(3, 6, dtype=F64).to(dtype)
+        for dtype in (case.x, *case.extras)
+    ]
 
 
 def reasons(block: fusible.Sequential, rule: object, *inputs: Tensor) -> list[str]:
@@ -222,7 +231,7 @@ def test_shipped_rule(case):
             check_rule(rule, chain, *inputs)
             return
         block = fusible.Sequential(*chain, rules=(rule,))
-        asked = [t.requires_grad_() for t in inputs]
+        asked = [t.requires_grad_(t.is_floating_point()) for t in inputs]
         assert case.text in reasons(block, rule, *asked)
         with pytest.raises(RuntimeError, match="is not fully fused: .*" + re.escape(case.text)):
             block.explain(*asked, strict=True)

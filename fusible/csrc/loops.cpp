@@ -9,6 +9,7 @@ namespace FUSIBLE_ISA {
 void fill(Loops& loops) {
   loops.isa = FUSIBLE_TEXT(FUSIBLE_ISA);
   add_activation(loops);
+  add_cross_entropy(loops);
   add_dropout(loops);
   add_gated(loops);
   add_norm(loops);

@@ -15,6 +15,7 @@ struct GatedForward;
 struct GatedBackward;
 struct Dropout;
 struct Rotary;
+struct CrossEntropy;
 
 struct Loops {
   const char* isa;
@@ -24,6 +25,8 @@ struct Loops {
   void (*activation_backward[kStorages])(const ActivationBackward&, int64_t begin_row, int64_t end_row, void* sums);
   void (*gated_forward[kStorages])(const GatedForward&, int64_t begin_row, int64_t end_row);
   void (*gated_backward[kStorages])(const GatedBackward&, int64_t begin_row, int64_t end_row, void* sums);
+  void (*cross_entropy_forward[kStorages])(const CrossEntropy&, int64_t begin_row, int64_t end_row);
+  void (*cross_entropy_backward[kStorages])(const CrossEntropy&, int64_t begin_row, int64_t end_row);
   void (*dropout[kStorages])(const Dropout&, int64_t begin_row, int64_t end_row);
   void (*rotary[kStorages])(const Rotary&, int64_t begin_row, int64_t end_row);
 };
@@ -31,6 +34,7 @@ struct Loops {
 // Fills a table; each source of loops adds its own.
 namespace FUSIBLE_ISA {
 void add_activation(Loops&);
+void add_cross_entropy(Loops&);
 void add_dropout(Loops&);
 void add_gated(Loops&);
 void add_norm(Loops&);

@@ -47,6 +47,14 @@ from fusible.kernels.add_norm import (
     dropout_add_norm,
 )
 from fusible.kernels.attention import attention, dattention
+from fusible.kernels.cross_entropy import (
+    Targets,
+    count_targets,
+    cross_entropy,
+    cross_entropy_,
+    dcross_entropy,
+    dcross_entropy_,
+)
 from fusible.kernels.dropout import ddropout, dropout, dropout_add
 from fusible.kernels.embedding import add_rows, dadd_rows, dembedding, embedding
 from fusible.kernels.epilogue import dgemm_x_add, gemm_add, gemm_bias, gemm_scale, gemm_scale_add
@@ -74,12 +82,20 @@ from fusible.kernels.gated import (
     swiglu,
 )
 from fusible.kernels.linear import dgemm_weight, dgemm_x, gemm
+from fusible.kernels.linear_cross_entropy import (
+    Wanted,
+    dlinear_cross_entropy,
+    linear_cross_entropy,
+    linear_cross_entropy_grads,
+)
 from fusible.kernels.norm import dl2_norm, dlayer_norm, drms_norm, l2_norm, layer_norm, rms_norm
 from fusible.kernels.registry import use
 from fusible.kernels.residual import add
 from fusible.kernels.rotary import pack, rotate, rotate_, unrotate_pack
 
 __all__ = [
+    "Targets",
+    "Wanted",
     "add",
     "add_layer_norm",
     "add_rms_norm",
@@ -90,6 +106,9 @@ __all__ = [
     "bias_gated",
     "bias_gated_",
     "clamped_swiglu",
+    "count_targets",
+    "cross_entropy",
+    "cross_entropy_",
     "dact_dbias",
     "dact_dbias_recompute",
     "dact_recompute",
@@ -97,6 +116,8 @@ __all__ = [
     "dattention",
     "dbias",
     "dclamped_swiglu",
+    "dcross_entropy",
+    "dcross_entropy_",
     "ddropout",
     "ddropout_add_norm",
     "dembedding",
@@ -112,6 +133,7 @@ __all__ = [
     "dl2_norm",
     "dlayer_norm",
     "dlayer_norm_add",
+    "dlinear_cross_entropy",
     "dnorm_add",
     "dnorm_recompute",
     "dqgeglu",
@@ -142,6 +164,8 @@ __all__ = [
     "glu",
     "l2_norm",
     "layer_norm",
+    "linear_cross_entropy",
+    "linear_cross_entropy_grads",
     "pack",
     "qgeglu",
     "qgelu",

@@ -165,3 +165,8 @@ def record_calls(device: str | None = None, around: Around | None = None) -> Ite
     finally:
         _state.calls, _state.device, _state.around = before
         _recorders.pop()
+
+
+def recording() -> bool:
+    """Whether calls are being recorded: tensors may then have no data."""
+    return bool(_recorders)

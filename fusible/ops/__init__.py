@@ -12,6 +12,7 @@ from fusible.ops.embedding import Embedding, PositionEmbedding
 from fusible.ops.extra import AddExtraInput, MakeExtraOutput
 from fusible.ops.gated import GEGLU, GLU, QGEGLU, ClampedSwiGLU, ReGLU, SiTUGLU, SReGLU, SwiGLU
 from fusible.ops.linear import BasicLinear, Bias, Linear
+from fusible.ops.loss import CrossEntropy, LinearCrossEntropy
 from fusible.ops.norm import L2Normalization, LayerNorm, QKNorm, RMSNorm
 from fusible.ops.residual import Residual
 from fusible.ops.rotary import Rotary
@@ -30,12 +31,14 @@ __all__ = [
     "Bias",
     "ClampedSwiGLU",
     "ConstantScale",
+    "CrossEntropy",
     "Dropout",
     "Embedding",
     "Identity",
     "L2Normalization",
     "LayerNorm",
     "Linear",
+    "LinearCrossEntropy",
     "MakeExtraOutput",
     "PositionEmbedding",
     "QKNorm",

@@ -13,6 +13,7 @@ from fusible.rules.dropout_add_norm import ddropout_add_norm, dropout_add, dropo
 from fusible.rules.gated_mlp import gated_mlp
 from fusible.rules.linear_backward import dlinear_add, dlinear_scale
 from fusible.rules.linear_epilogue import linear_activation, linear_add, linear_bias, linear_scale_add
+from fusible.rules.linear_loss import linear_cross_entropy
 from fusible.rules.recompute import (
     activation_linear_onepass,
     activation_linear_recompute,
@@ -44,6 +45,7 @@ __all__ = [
     "linear_add",
     "linear_add_norm",
     "linear_bias",
+    "linear_cross_entropy",
     "linear_rotary",
     "linear_scale_add",
     "norm_linear_onepass",
@@ -56,6 +58,7 @@ NONE = RuleSet()
 #: What a block uses unless told otherwise; longer patterns first.
 DEFAULT = RuleSet(
     (
+        linear_cross_entropy,
         linear_add_norm,
         dropout_add_norm,
         dropout_add,

@@ -44,7 +44,7 @@ def dattention_rotary(rotary: Rotary, attention: Attention, /, rotary_saved, att
 
 @dattention_rotary.requires
 def _(rotary, attention, env):
-    yield env.needs.x, "x wants no gradient, so there is nothing to rotate back"
+    yield env.needs.x, "x wants no gradient, so there is nothing to rotate back", "let it require grad"
     heads = attention.heads + 2 * attention.kv_heads
     same = env.width == heads * rotary.head_dim
-    yield same, f"Rotary turns heads of {rotary.head_dim}, Attention has heads of another size"
+    yield same, f"Rotary turns heads of {rotary.head_dim}, Attention has heads of another size", "give both one size"

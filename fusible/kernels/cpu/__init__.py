@@ -5,6 +5,28 @@
 
 from __future__ import annotations
 
-from fusible.kernels.cpu import activation, add_norm, dropout, gated, half, linear, norm, residual, rotary
+from fusible.kernels.cpu import (
+    activation,
+    add_norm,
+    cross_entropy,
+    dropout,
+    gated,
+    half,
+    linear,
+    norm,
+    residual,
+    rotary,
+)
 
-__all__ = ["activation", "add_norm", "dropout", "gated", "half", "linear", "norm", "residual", "rotary"]
+__all__ = [
+    "activation",
+    "add_norm",
+    "cross_entropy",
+    "dropout",
+    "gated",
+    "half",
+    "linear",
+    "norm",
+    "residual",
+    "rotary",
+]
