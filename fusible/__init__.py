@@ -14,7 +14,11 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """`profile` is loaded when it is asked for."""
+    """`audit` and `profile` are loaded when they are asked for."""
+    if name == "audit":
+        from fusible.auditing import audit
+
+        return audit
     if name == "profile":
         from fusible.profiling import profile
 
@@ -31,6 +35,7 @@ __all__ = [
     "Saved",
     "Sequential",
     "Spec",
+    "audit",
     "backward",
     "forward",
     "info",

@@ -11,7 +11,12 @@ import torch
 from torch._C._autograd import _get_current_graph_task_keep_graph as keep_graph
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import profiler as _profiler
 from torch.nn.modules import module as _module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+#: A context whose `__torch_dispatch__` sees each operator.
+DispatchMode = TorchDispatchMode
 
 #: Whether a backward pass keeps its graph; True outside of one, the safe side.
 keep_graph = keep_graph
@@ -99,6 +104,11 @@ def quiet_fakes() -> Iterator[None]:
         log.disabled = before
 
 
+def profiler_runs() -> bool:
+    """Whether `torch.profiler` or `torch.autograd.profiler` records, in any thread."""
+    return _profiler._is_profiler_enabled
+
+
 def storage_id(tensor: torch.Tensor) -> int:
     """The identity of a tensor's memory, also of a fake one's."""
     return tensor.untyped_storage()._cdata
@@ -107,6 +117,15 @@ def storage_id(tensor: torch.Tensor) -> int:
 def direct_apply(function: type[torch.autograd.Function]) -> Any:
     """`function.apply` without its look for functorch transforms, for callers that have looked (`seen_through`)."""
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
+def will_accumulate(parameter: torch.Tensor) -> bool | None:
+    """Inside of backward: whether this pass adds a gradient to a leaf; `None` where it returns it (`autograd.grad`)."""
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return None
 
 
 def cpu_capabilities() -> dict[str, Any]:
@@ -120,12 +139,16 @@ def bare(operator: Any) -> Any:
     return operator._op
 
 
+#: Attention on the CPU, which torch's table of FLOPs does not have.
+cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
 #: torch's attention on the CPU, forward and backward. The last dimension of heads must be dense, which they do not
 #: check, and there must be elements.
 flash_cpu = bare(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default)
 dflash_cpu = bare(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
 
 
-def without_data() -> bool:
-    """Whether tensors have shapes alone here, or stand for something: no value can be read."""
-    return dispatch_modes() > 0 and _infra_mode()
+def without_data(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a shape alone, or stands for something: no value can be read."""
+    return tensor.device.type == "meta" or (dispatch_modes() > 0 and _infra_mode())

@@ -16,8 +16,8 @@ __all__ = ["checked_backward", "checked_forward"]
 
 def checked_forward(step: Step, plan: Plan, want_records: bool) -> Callable[..., Out]:
     """The step's function, raising `TypeError` where its `Out` breaks the contract."""
-    made = [step.nodes[-1].outs[0], *(value for node in step.nodes for value in node.outs[1:])]
-    slots = {"saved": step.nodes[0]} if step.rule is None else _present(step)
+    made = step.makes
+    slots = dict(step.recorded)
 
     def run(*args: Any) -> Out:
         out = step.function(*args)
@@ -31,11 +31,6 @@ def checked_forward(step: Step, plan: Plan, want_records: bool) -> Callable[...,
         return out
 
     return run
-
-
-def _present(step: Step) -> dict[str, Any]:
-    assert step.rule is not None
-    return {s.name: node for s, node in zip(step.rule.slots, step.slots, strict=True) if node is not None}
 
 
 def _check_values(step: Step, plan: Plan, made: list[int], values: tuple) -> None:
@@ -113,8 +108,8 @@ def check_memory(
 def checked_backward(step: Step, plan: Plan) -> Callable[..., Grads]:
     """The step's function, raising `TypeError` where its `Grads` break the contract."""
 
-    def run(*args: Any) -> Grads:
-        grads = step.function(*args)
+    def run(*args: Any, **into: Any) -> Grads:
+        grads = step.function(*args, **into)
         if not isinstance(grads, Grads):
             raise TypeError(f"{step}: backward must return Grads(dx, ...), got {type(grads).__name__}")
         count = 1 + (step.rule.num_extras if step.rule else len(step.nodes[0].ins) - 1)
@@ -128,7 +123,7 @@ def checked_backward(step: Step, plan: Plan) -> Callable[..., Grads]:
         if step.rule is None:
             _check_params(step, plan, step.nodes[0], grads.params)
             return grads
-        present = _present(step)
+        present = dict(step.recorded)
         _check_names(step, "gradients", grads.params, present)
         for slot, node in present.items():
             _check_params(step, plan, node, grads.params.get(slot) or {})

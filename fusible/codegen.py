@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.profiler import record_function
 
 from fusible.chain import Node
 from fusible.graph_op import GraphSaved
 from fusible.op import Saved, has_kernels
 from fusible.plan import Plan, Step, params_read_by
 
-__all__ = ["Function", "backward_function", "forward_function"]
+__all__ = ["Function", "backward_function", "forward_function", "ranged"]
 
 
 class Function:
@@ -27,12 +28,30 @@ class Function:
         self._code = compile(self.source, "<fusible plan>", "exec")
         self._names = names
         self.run = self.bind(lambda step: step.function)
+        self._named: Callable[..., Any] | None = None
 
     def bind(self, function_of: Callable[[Step], Callable[..., Any]]) -> Callable[..., Any]:
         """The function, calling `function_of(step)` for each step."""
         space = {**self._names, **{name: function_of(step) for name, step in self.steps.items()}}
         exec(self._code, space)
         return space["run"]
+
+    def named(self, direction: str) -> Callable[..., Any]:
+        """The function with a range around each step that profilers show, bound once."""
+        if self._named is None:
+            self._named = self.bind(lambda step: ranged(direction, step, step.function))
+        return self._named
+
+
+def ranged(direction: str, step: Step, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function within a range that profilers show."""
+    name = f"fusible {direction}: {_comment(step)}"
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        with record_function(name):
+            return function(*arguments, **options)
+
+    return run
 
 
 def saved_type(node: Node) -> type[Saved]:
@@ -49,7 +68,7 @@ def records(plan: Plan) -> list[Node]:
 
 
 def forward_function(plan: Plan, want_records: bool) -> Function:
-    """`run(*inputs, *params) -> (outputs, records)`, records as a list."""
+    """`run(*inputs, *params) -> (outputs, records)`, records as a list; what crosses cuts comes behind the outputs."""
     kept = {id(node) for node in records(plan)} if want_records else set()
     lines = [f"def run({', '.join(f'v{value}' for value in plan.inputs)}):"]
     names: dict[str, Any] = {}
@@ -57,37 +76,24 @@ def forward_function(plan: Plan, want_records: bool) -> Function:
     last_use = _last_uses(plan)
     for number, step in enumerate(plan.forward_steps):
         steps[f"f{number}"] = step
-        values = [f"v{value}" for value in _made(step)]
+        values = [f"v{value}" for value in step.makes]
         lines.append(f"    # {_comment(step)}")
         lines.append(f"    o = f{number}({', '.join(_forward_arguments(plan, step))})")
         lines.append(f"    {', '.join(values)}, = o.values")
-        for slot, node in _slots(step):
+        for slot, node in step.recorded:
             if id(node) in kept:
                 lines.append(f"    r{plan.index(node)} = {_record(plan, node, slot, names)}")
         dead = [f"v{value}" for value in last_use.get(number, ())]
         if dead:
             lines.append(f"    del {', '.join(dead)}")
-    outputs = "".join(f"v{value}, " for value in plan.outputs)
+    outputs = "".join(f"v{value}, " for value in (*plan.outputs, *plan.crossing_sources))
     kept_names = ", ".join(f"r{plan.index(node)}" for node in records(plan) if id(node) in kept)
     lines.append(f"    return ({outputs}), [{kept_names}]")
     return Function(lines, names, steps)
 
 
 def _comment(step: Step) -> str:
-    ops = ", ".join(f"{node.path} {type(node.op).__name__}" for node in step.nodes)
-    return f"{ops}: {step.rule.name}" if step.rule else ops
-
-
-def _slots(step: Step) -> list[tuple[str, Node]]:
-    """(record name, node) of a step."""
-    if step.rule is None:
-        return [("saved", step.nodes[0])]
-    return [(slot.name, node) for slot, node in zip(step.rule.slots, step.slots, strict=True) if node is not None]
-
-
-def _made(step: Step) -> list[int]:
-    """The values that a forward step makes: the stream, then the extra outputs in order."""
-    return [step.nodes[-1].outs[0], *(value for node in step.nodes for value in node.outs[1:])]
+    return f"{step.ops}: {step.rule.name}" if step.rule else step.ops
 
 
 def _forward_arguments(plan: Plan, step: Step) -> list[str]:
@@ -128,13 +134,14 @@ def _last_uses(plan: Plan) -> dict[int, list[int]]:
     """Per forward step: the values that are not used after it, and do not leave."""
     last: dict[int, int] = {}
     for number, step in enumerate(plan.forward_steps):
-        for value in _made(step):
+        for value in step.makes:
             last[value] = number
         taken = (step.nodes[0].ins[0], *(v for node in step.nodes for v in node.ins[1:]))
         last.update((value, number) for value in taken if value is not None)
+    leaving = (*plan.outputs, *plan.crossing_sources)
     dead: dict[int, list[int]] = {}
     for value, number in last.items():
-        if value not in plan.outputs:
+        if value not in leaving:
             dead.setdefault(number, []).append(value)
     return dead
 
@@ -145,7 +152,8 @@ def _last_uses(plan: Plan) -> dict[int, list[int]]:
 def backward_function(plan: Plan, arriving: Sequence[bool]) -> Function:
     """`run(douts, records, params) -> gradients of plan's inputs and parameters that are wanted`, in order.
 
-    `douts` has one entry per output, `params` the parameters of `plan.read`.
+    `douts` has one entry per output, `params` the parameters of `plan.read`. Where gradients are accumulated there is
+    a fourth argument, their buffers in order of value; a gradient that is its buffer has been added to it.
     """
     return _Backward(plan, arriving).function()
 
@@ -153,12 +161,18 @@ def backward_function(plan: Plan, arriving: Sequence[bool]) -> Function:
 class _Backward:
     def __init__(self, plan: Plan, arriving: Sequence[bool]) -> None:
         self.plan = plan
-        self.lines = ["def run(douts, records, params):"]
+        buffers = sorted(plan.accumulated.intersection(plan.inputs))
+        none = f", buffers=({'None, ' * len(buffers)})" if buffers else ""
+        self.lines = [f"def run(douts, records, params{none}):"]
+        if buffers:
+            self.lines.append(f"    {', '.join(f'm{value}' for value in buffers)}, = buffers")
         self.names: dict[str, Any] = {}
         self.steps: dict[str, Step] = {}
         self.parts: dict[int, list[str]] = {}  # per value: the variables that hold parts of its gradient
         self.places = {id(node): place for place, node in enumerate(records(plan))}
         self.arriving = arriving
+        uses = [value for values in plan.params.values() for value in values]
+        self.once = {value for value in plan.accumulated if uses.count(value) == 1}
         dtypes = set(plan.dtypes.values())
         self.mixed = len([dtype for dtype in dtypes if dtype is None or dtype.is_floating_point]) > 1
 
@@ -178,7 +192,7 @@ class _Backward:
         return Function(self.lines, self.names, self.steps)
 
     def step(self, step: Step) -> None:
-        outs = [step.nodes[-1].outs[0], *_slot_outputs(step)] if step.rule else step.nodes[0].outs
+        outs = step.arrives
         if not any(self.parts.get(value) for value in outs if value is not None):
             return
         if step.rule is not None and not self._covers(step, outs):
@@ -191,7 +205,7 @@ class _Backward:
         name = f"b{len(self.steps)}"
         self.steps[name] = step
         self.lines.append(f"    # {_comment(step)}")
-        self.lines.append(f"    g = {name}({', '.join([*call, *self._params(step)])})")
+        self.lines.append(f"    g = {name}({', '.join([*call, *self._params(step), *self._into(step)])})")
         self._take(step)
         used = [g for g in gradients if g != "None"]
         self.lines.append(f"    del {', '.join(['g', *dict.fromkeys(used)])}")
@@ -240,13 +254,22 @@ class _Backward:
                 names[position] = f"v{value}"
         return names
 
+    def _into(self, step: Step) -> list[str]:
+        """The buffers that the step may add gradients to; none for a parameter that other steps have gradients of."""
+        entries = []
+        for slot, node in step.recorded if step.takes_into else ():
+            params = zip(type(node.op).signature.params, self.plan.params[self.plan.index(node)], strict=True)
+            prefix = f"{slot}." if step.rule else ""
+            entries += [f'"{prefix}{name}": m{value}' for name, value in params if value in self.once]
+        return [f"into={{{', '.join(entries)}}}"] if entries else []
+
     def _take(self, step: Step) -> None:
         """Takes the wanted gradients out of `g`."""
         plan = self.plan
         stream = [step.nodes[0].ins[0], *_slot_extras(step)] if step.rule else list(step.nodes[0].ins)
         for place, value in enumerate(stream):
             self._keep(value, f"g.values[{place}]")
-        for slot, node in _slots(step):
+        for slot, node in step.recorded:
             params = zip(type(node.op).signature.params, plan.params[plan.index(node)], strict=True)
             for name, value in params:
                 self._keep(value, f'g.params["{slot}"]["{name}"]' if step.rule else f'g.params["{name}"]')
@@ -259,7 +282,7 @@ class _Backward:
         parts.append(name)
         self.lines.append(f"    {name} = {expression}")
         dtype = self.plan.dtypes[value]
-        if self.mixed and dtype is not None:
+        if self.mixed and dtype is not None and value not in self.plan.accumulated:
             self.names["cast"] = _cast
             self.names[f"t{value}"] = dtype
             self.lines.append(f"    {name} = cast({name}, t{value})")
@@ -273,16 +296,6 @@ def _add(*gradients: torch.Tensor | None) -> torch.Tensor | None:
 
 def _cast(gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     return gradient if gradient is None or gradient.dtype is dtype else gradient.to(dtype)
-
-
-def _slot_outputs(step: Step) -> list[int | None]:
-    """The extra outputs by slot, `None` where the slot is absent."""
-    assert step.rule is not None
-    result: list[int | None] = []
-    for slot, node in zip(step.rule.slots, step.slots, strict=True):
-        own: list[int | None] = list(node.outs[1:]) if node else []
-        result += own + [None] * (slot.num_outputs - len(own))
-    return result
 
 
 def _slot_extras(step: Step) -> list[int | None]:

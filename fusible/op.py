@@ -25,14 +25,17 @@ it backwards from that alone (`bwd`). `reference` is enough; the other two are w
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+
+from fusible.names import Names
 
 __all__ = ["Absent", "Env", "Grads", "Names", "Op", "Out", "Saved", "Spec", "reads_for"]
 
@@ -137,39 +140,6 @@ class Spec(NamedTuple):
         return self.shape[-1]
 
 
-class Names:
-    """A set of dotted names that is asked by attribute: `needs.x`, `needs.linear.weight`.
-
-    Asking for a name that does not exist raises `AttributeError`, so that a typing error is not a silent "no".
-    """
-
-    def __init__(self, names: frozenset[str], known: frozenset[str]) -> None:
-        self._names = names
-        for name in known:
-            first, _, rest = name.partition(".")
-            if not rest:
-                self.__dict__[first] = name in names
-            elif first not in self.__dict__:
-                self.__dict__[first] = Names(_below(first, names), _below(first, known))
-
-    def __getattr__(self, name: str) -> Any:
-        there = sorted(key for key in self.__dict__ if not key.startswith("_"))
-        raise AttributeError(f"no {name!r} here; there are {', '.join(there) or 'no names'}")
-
-    def __bool__(self) -> bool:
-        return bool(self._names)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._names))
-
-    def __repr__(self) -> str:
-        return f"Names({', '.join(self)})"
-
-
-def _below(first: str, names: frozenset[str]) -> frozenset[str]:
-    return frozenset(name.removeprefix(first + ".") for name in names if name.startswith(first + "."))
-
-
 @dataclass(frozen=True)
 class Env:
     """One kind of call, as an op or a rule's conditions see it at their place in the chain.
@@ -243,8 +213,14 @@ class Op(torch.nn.Module):
     aliases: ClassVar[bool] = True
     #: Whether gradients may be views of incoming gradients (or one the other); handing one on as it is is no view.
     grad_aliases: ClassVar[bool] = True
+    #: Whether every output is x itself.
+    hands_on: ClassVar[bool] = False
+    #: Whether it calculates anything; an op that does not could stand elsewhere in the chain.
+    calculates: ClassVar[bool] = True
     #: Attributes that `bwd` or `replay` reads as `fwd` did, and no record holds: changed in between, backward raises.
     fixed: ClassVar[tuple[str, ...]] = ()
+    #: Whether gradients of parameters are added to each parameter's `main_grad` (docs/main-grad.md).
+    accumulate_into_main_grad: bool = False
     #: Whether extra outputs whose channel is read inside the block go to the caller as well.
     keep: bool = False
     Saved: ClassVar[type[Saved]] = Saved
@@ -322,6 +298,11 @@ class Op(torch.nn.Module):
         return [None if name is Absent else next(given) for name in names]
 
 
+Into = Mapping[str, Tensor | None]
+#: What a `bwd` or backward rule gets as `into` by default: no buffer for any gradient.
+NOWHERE: Into = MappingProxyType({})
+
+
 def has_kernels(kind: type[Op]) -> bool:
     """Whether the op wrote `fwd` and `bwd` (else the fuser differentiates `reference`)."""
     return kind.fwd is not Op.fwd
@@ -377,13 +358,17 @@ def _check_arguments(kind: type[Op], method: str, wanted: list[str]) -> None:
             f"write {method}(self, {', '.join(wanted)})"
         )
     keywords = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
-    if keywords - {"env"}:
-        raise TypeError(f"{kind.__name__}.{method} may take the keyword env alone, got {', '.join(sorted(keywords))}")
+    allowed = {"env", "into"} if method == "bwd" else {"env"}
+    if keywords - allowed:
+        raise TypeError(
+            f"{kind.__name__}.{method} may take the keyword {' and '.join(sorted(allowed))} alone, got "
+            f"{', '.join(sorted(keywords))}"
+        )
 
 
-def takes_env(function: Any) -> bool:
-    """Whether a `fwd`, `bwd` or rule wants the keyword `env`."""
-    return "env" in inspect.signature(function).parameters
+def takes(function: Any, keyword: str) -> bool:
+    """Whether a `fwd` or `bwd` wants the keyword `env` or `into`."""
+    return keyword in inspect.signature(function).parameters
 
 
 def view(kind: type[Op], module: torch.nn.Module) -> Any:

@@ -12,7 +12,7 @@ from fusible.chain import Chain, Node
 from fusible.op import Env, bwd_reads
 from fusible.rule import Miss, Rule, RuleSet
 
-__all__ = ["Call", "Plan", "Step", "params_read_by"]
+__all__ = ["Call", "Cut", "Plan", "Step", "params_read_by"]
 
 
 class Call(NamedTuple):
@@ -39,14 +39,54 @@ class Step:
     slots: tuple[Node | None, ...]
     env: Env
     function: Callable[..., Any]
+    takes_into: bool = False  # whether it adds gradients of parameters to buffers that it is given
 
     @property
     def name(self) -> str:
         return self.rule.name if self.rule else type(self.nodes[0].op).__name__
 
+    @property
+    def ops(self) -> str:
+        """The ops by path and type, as `explain` shows them."""
+        return ", ".join(f"{node.path} {type(node.op).__name__}" for node in self.nodes)
+
+    @property
+    def makes(self) -> list[int]:
+        """The values that a forward step makes: the stream, then the extra outputs in order."""
+        return [self.nodes[-1].outs[0], *(value for node in self.nodes for value in node.outs[1:])]
+
+    @property
+    def arrives(self) -> list[int | None]:
+        """The values whose gradients a backward step takes behind its records, `None` where a slot is absent."""
+        if self.rule is None:
+            return list(self.nodes[0].outs)
+        result: list[int | None] = [self.nodes[-1].outs[0]]
+        for slot, node in zip(self.rule.slots, self.slots, strict=True):
+            own: list[int | None] = list(node.outs[1:]) if node else []
+            result += own + [None] * (slot.num_outputs - len(own))
+        return result
+
+    @property
+    def recorded(self) -> list[tuple[str, Node]]:
+        """(name of its record, node) of each op that is there."""
+        if self.rule is None:
+            return [("saved", self.nodes[0])]
+        return [(slot.name, node) for slot, node in zip(self.rule.slots, self.slots, strict=True) if node is not None]
+
     def __str__(self) -> str:
         ops = ", ".join(str(node) for node in self.nodes)
         return f"rule {self.rule.name} on {ops}" if self.rule else ops
+
+
+class Cut(NamedTuple):
+    """A place between two autograd nodes: the first op behind it, the values that cross it, and where forward has each.
+
+    A forward step may cover ops on both sides and make a value under the number that it has behind a `MakeExtraOutput`.
+    """
+
+    start: int
+    values: tuple[int, ...]
+    sources: tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -72,10 +112,12 @@ class Plan:
     wanted: frozenset[int] = frozenset()  # values whose gradient is wanted
     kept: dict[int, tuple[str, ...]] = field(default_factory=dict)  # per node index: record fields kept for backward
     read: tuple[int, ...] = ()  # parameter values that backward reads
+    accumulated: frozenset[int] = frozenset()  # parameter values whose gradient is added to their main_grad
     forward_steps: tuple[Step, ...] = ()
     backward_steps: tuple[Step, ...] = ()  # in chain order; they run from the last to the first
     op_by_op: dict[Step, tuple[Step, ...]] = field(default_factory=dict)  # for rules whose gradients may not all arrive
     dtypes: dict[int, torch.dtype | None] = field(default_factory=dict)  # per value, None where unknown
+    cuts: tuple[Cut, ...] = ()  # places at which a long chain becomes several autograd nodes
     rewritten: tuple[str, ...] = ()
     misses: tuple[tuple[str, Miss, tuple[Node, ...]], ...] = ()
 
@@ -94,6 +136,19 @@ class Plan:
     def needs(self, node: Node) -> frozenset[str]:
         """The names of the gradients of a node that are wanted."""
         return frozenset(name for name, value in self.gradients(node) if value in self.wanted)
+
+    @property
+    def crossing(self) -> tuple[int, ...]:
+        """The values that go from one autograd node of this plan to another."""
+        return tuple(self._crossing())
+
+    @property
+    def crossing_sources(self) -> tuple[int, ...]:
+        """For each value of `crossing`: the one that forward has in its place."""
+        return tuple(self._crossing().values())
+
+    def _crossing(self) -> dict[int, int]:
+        return {value: source for cut in self.cuts for value, source in zip(cut.values, cut.sources, strict=True)}
 
     @property
     def live(self) -> list[Node]:

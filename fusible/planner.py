@@ -13,9 +13,10 @@ from typing import Any
 from fusible.chain import Chain, Node
 from fusible.graph_op import graph_bwd, graph_fwd
 from fusible.infer import Specs
-from fusible.op import Env, Names, Op, check_kind, has_kernels, takes_env
+from fusible.op import Env, Names, Op, check_kind, has_kernels, takes
 from fusible.plan import Call, Plan, Step, params_read_by
-from fusible.rule import BACKWARD, FORWARD, REWRITE, Match, Miss, cover
+from fusible.rule import BACKWARD, FORWARD, REWRITE, Match, Miss, Refusal, cover
+from fusible.segments import find_cuts
 
 __all__ = ["make_plan"]
 
@@ -42,6 +43,7 @@ def make_plan(chain: Chain, sources: Sequence[tuple[dict, str]], call: Call) -> 
         builder.find_wanted()
     builder.cover_backward()
     builder.cover_forward()
+    builder.cut()
     return plan
 
 
@@ -134,10 +136,18 @@ class _Builder:
             steps.append(step)
         plan.backward_steps = tuple(steps)
         plan.read = self._params_read(steps)
+        accumulating = [node for node in live if node.op.accumulate_into_main_grad]
+        params = {value for node in accumulating for value in plan.params[plan.index(node)]}
+        plan.accumulated = frozenset(params & plan.wanted)
 
     def cover_forward(self) -> None:
         found = self._cover(FORWARD, self.plan.nodes)
         self.plan.forward_steps = tuple(s if isinstance(s, Step) else self._own_step(s, "fwd") for s in found)
+
+    def cut(self) -> None:
+        params = zip(self.plan.inputs[len(self.call.inputs) :], self.call.params, strict=True)
+        wanted = {value: tensor for value, tensor in params if tensor is not None and value in self.plan.wanted}
+        self.plan.cuts = find_cuts(self.plan, {v: t.numel() * t.element_size() for v, t in wanted.items()})
 
     def _cover(self, direction: str, nodes: tuple[Node, ...]) -> list[Step | Node]:
         """Rule steps and the nodes that no rule took; near misses go to the plan."""
@@ -153,24 +163,25 @@ class _Builder:
                 result.append(nodes[found])
         return result
 
-    def _refusals(self, match: Match, nodes: tuple[Node, ...]) -> list[str]:
+    def _refusals(self, match: Match, nodes: tuple[Node, ...]) -> list[Refusal]:
         run = nodes[match.start : match.stop]
         if self.plan.specs.get(run[0].ins[0]) is None or self.plan.specs.get(run[-1].outs[0]) is None:  # type: ignore[arg-type]
             specs = self.plan.specs
             blind = next(node for node in self.plan.nodes if any(specs.get(value) is None for value in node.outs))
-            return [f"shapes behind {blind} are unknown: its formula cannot be asked without data"]
+            reason = f"shapes behind {blind} are unknown, as its formula cannot be asked without data"
+            return [Refusal(reason, f"give {type(blind.op).__name__} a method infer")]
         made = {value: node for node in run for value in node.outs[1:]}
         for node in run:
             for value in node.ins[1:]:
                 if value in made:
-                    return [f"{node} reads what {made[value]} makes inside the run"]
+                    return [Refusal(f"{node} reads what {made[value]} makes inside the run")]
         step = self._rule_step(match, nodes)
         reasons = match.rule.refusals([node and node.op for node in step.slots], step.env)
         if match.rule.direction == BACKWARD:
             reasons += self._backward_refusals(step)
         return reasons
 
-    def _backward_refusals(self, step: Step) -> list[str]:
+    def _backward_refusals(self, step: Step) -> list[Refusal]:
         """A rule that forgets must apply whichever gradients arrive, since forward has dropped what others would read.
 
         Where dy does not arrive the ops run one by one, and those behind the last extra output get no gradient.
@@ -185,7 +196,9 @@ class _Builder:
         reached = any(node in step.nodes[: making[-1] + 1] for slot, node in slots if slot.name in forgetful)
         if all(extras) and (dy or not reached):
             return []
-        return ["it forgets a record, but some gradient that it wants may not arrive; let that default to None"]
+        return [
+            Refusal("it forgets a record, but some gradient that it wants may not arrive", "let that default to None")
+        ]
 
     def _rule_step(self, match: Match, nodes: tuple[Node, ...]) -> Step:
         rule = match.rule
@@ -195,17 +208,19 @@ class _Builder:
         env = self._env(run, named)
         ops = [node and node.op for node in slots]
         function = _with_env(rule.function, env) if rule.takes_env else rule.function
-        return Step(run, rule, slots, env, functools.partial(function, *ops))
+        return Step(run, rule, slots, env, functools.partial(function, *ops), rule.takes_into)
 
     def _own_step(self, node: Node, method: str) -> Step:
         env = self._env((node,), None)
+        into = False
         if has_kernels(type(node.op)):
             function = getattr(node.op, method)
-            if takes_env(function):
+            into = takes(function, "into")
+            if takes(function, "env"):
                 function = _with_env(function, env)
         else:
             function = graph_fwd(node.op, env, str(node)) if method == "fwd" else graph_bwd(node.op, env)
-        return Step((node,), None, (node,), env, function)
+        return Step((node,), None, (node,), env, function, into)
 
     # -- env and records ---------------------------------------------------------------------------------------------
 

@@ -56,7 +56,9 @@ def test_every_name_is_tested():
         "contextmanager",
         "peek_interpreter_stack",
         "_module",
+        "_profiler",
         "_top_saved_tensors_default_hooks",
+        "TorchDispatchMode",
     )
     assert [name for name in ours if name not in text and name not in foreign and not name.startswith("_")] == []
 
@@ -321,9 +323,52 @@ def test_flash_cpu(dtype, causal):
 
 
 @pytest.mark.quick
+def test_cpu_attention():
+    """The names of the operators above."""
+    assert str(_torch.cpu_attention) == "aten._scaled_dot_product_flash_attention_for_cpu"
+    assert str(_torch.cpu_attention_backward) == "aten._scaled_dot_product_flash_attention_for_cpu_backward"
+
+
+@pytest.mark.quick
 def test_without_data():
-    assert not _torch.without_data()
+    x = torch.ones(2)
+    assert not _torch.without_data(x)
+    assert _torch.without_data(x.to("meta"))
     with FakeTensorMode():
-        assert _torch.without_data()
+        assert _torch.without_data(x)
     with Passing():
-        assert not _torch.without_data()
+        assert not _torch.without_data(x)
+
+
+@pytest.mark.quick
+def test_profiler_runs():
+    assert _torch.profiler_runs() is False
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert _torch.profiler_runs() is True
+        assert asked(_torch.profiler_runs, lambda call: call(leaf()).sum().backward()) == [True, True]
+    with torch.autograd.profiler.profile():
+        assert _torch.profiler_runs() is True
+    assert _torch.profiler_runs() is False
+
+
+@pytest.mark.quick
+def test_will_accumulate():
+    weight = torch.nn.Parameter(torch.ones(3))
+
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            return x * weight
+
+        @staticmethod
+        def backward(ctx, d):
+            answers.append(_torch.will_accumulate(weight))
+            return d, d
+
+    answers: list = []
+    x = leaf()
+    Asks.apply(x, weight).sum().backward()
+    Asks.apply(x, weight).sum().backward(inputs=[x])
+    torch.autograd.grad(Asks.apply(x, weight).sum(), [x])
+    torch.autograd.grad(Asks.apply(x, weight).sum(), [x, weight])
+    assert answers == [True, False, False, None]

@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 from fusible import kernels
-from fusible.op import Grads, reads_for
+from fusible.op import NOWHERE, Grads, reads_for
 from fusible.ops import BasicLinear, ConstantScale, MakeExtraOutput
 from fusible.rule import backward
 
 __all__ = ["dlinear_add", "dlinear_scale"]
 
 
-def _weight_gradient(linear_saved, dy, env):
-    return kernels.dgemm_weight(dy, linear_saved.x) if env.needs.linear.weight else None
-
-
 @backward(aliases=False)
 def dlinear_add(
-    out: MakeExtraOutput, linear: BasicLinear, /, out_saved, linear_saved, dy, d_extra, weight=reads_for("x"), *, env
-):
+    out: MakeExtraOutput, linear: BasicLinear, /, out_saved, linear_saved, dy, d_extra, weight=reads_for("x"), *,
+    env, into=NOWHERE,
+):  # fmt: skip
     """The GEMM for dx accumulates onto the gradient of the extra output."""
     dx = kernels.dgemm_x_add(dy, weight, d_extra)
-    return Grads(dx, linear={"weight": _weight_gradient(linear_saved, dy, env)})
+    wanted = env.needs.linear.weight
+    dw = kernels.dgemm_weight(dy, linear_saved.x, into.get("linear.weight")) if wanted else None
+    return Grads(dx, linear={"weight": dw})
 
 
 @dlinear_add.requires
 def _(out, linear, env):
-    yield from _one_dtype(linear, env)
+    yield from one_gemm_dtype(linear, env)
 
 
-def _one_dtype(linear, env):
+def one_gemm_dtype(linear, env):
     weight = linear.weight.dtype
     same = env.dtype == env.out_dtype == weight
-    yield same, f"x is {env.dtype}, the weight {weight} and the result {env.out_dtype}: the GEMMs need one dtype"
+    change = f"make x {weight}" if env.autocast is None else f"make x and the weight {env.autocast}, as autocast does"
+    yield same, f"x is {env.dtype}, the weight {weight} and the result {env.out_dtype}", change
 
 
 @backward(aliases=False)
@@ -49,7 +49,7 @@ def dlinear_scale(
 
 @dlinear_scale.requires
 def _(linear, scale, env):
-    yield from _one_dtype(linear, env)
+    yield from one_gemm_dtype(linear, env)
 
 
 def _columns(x):
