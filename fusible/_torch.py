@@ -149,6 +149,6 @@ flash_cpu = bare(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.defa
 dflash_cpu = bare(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
 
 
-def without_data() -> bool:
-    """Whether tensors have shapes alone here, or stand for something: no value can be read."""
-    return dispatch_modes() > 0 and _infra_mode()
+def without_data(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a shape alone, or stands for something: no value can be read."""
+    return tensor.device.type == "meta" or (dispatch_modes() > 0 and _infra_mode())

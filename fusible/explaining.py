@@ -96,9 +96,8 @@ def hooked_op(module: torch.nn.Module) -> Op | None:
     if not issubclass(kind, Op) or "forward" in module.__dict__ or kind.num_extra_outputs:
         return None
     op = view(kind, module)
-    if op.present_inputs() or op.declines() is not None:
-        return None
-    return op if all(name in owner for owner, name in op.sources()) else None
+    fits = not op.present_inputs() and op.declines() is None
+    return op if fits and all(name in owner for owner, name in op.sources()) else None
 
 
 # -- chains ------------------------------------------------------------------------------------------------------------

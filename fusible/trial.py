@@ -95,7 +95,7 @@ class Trial:
         """Whether the plain formulas and the ops take these inputs."""
         try:
             self.block.reference(*self.inputs, **self.named)
-        except (RuntimeError, ValueError):
+        except (RuntimeError, ValueError, IndexError):
             return False
         try:
             with torch.no_grad():

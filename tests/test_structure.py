@@ -15,7 +15,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 #: Per module (or folder): the modules of fusible that it may import. Later ones build on earlier ones.
 MAY_IMPORT = {
     "_torch": set(),
-    "op": set(),
+    "names": set(),
+    "op": {"names"},
     "kernels.registry": set(),
     "kernels": {"_torch", "build", "kernels"},
     "ops": {"op", "kernels", "ops", "_torch"},

@@ -324,11 +324,11 @@ def _dplain(
 
 
 def _by_formula(x: Tensor, how: How, want_mask: bool) -> bool:
-    return bool(x.device.type != "cpu" or how.soft_cap is not None or how.dropout or want_mask)
+    return bool(x.device.type not in ("cpu", "meta") or how.soft_cap is not None or how.dropout or want_mask)
 
 
 def _borders(borders: Tensor | None) -> Sequence[int] | None:
-    return None if borders is None or _torch.without_data() else borders.tolist()
+    return None if borders is None or _torch.without_data(borders) else borders.tolist()
 
 
 @kernel

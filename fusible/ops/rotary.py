@@ -132,7 +132,7 @@ class Rotary(Op):
     def table(self, x: Tensor, positions: Tensor | None) -> Tensor:
         """The table for x [..., t, w], [t, r] or [..., t, r], from those that are kept."""
         length = x.shape[-2]
-        if _torch.without_data():
+        if _torch.without_data(x):
             return self._table(length, positions, x.device, x.dtype)
         if positions is None:
             return self._kept(length, x.device, x.dtype)[:length]
