@@ -12,7 +12,7 @@ import torch
 
 from fusible.chain import Node
 from fusible.graph_op import GraphSaved
-from fusible.op import Saved, has_kernels
+from fusible.op import Op, Saved, has_kernels
 from fusible.plan import Plan, Step, params_read_by
 
 __all__ = ["Function", "backward_function", "forward_function"]
@@ -48,14 +48,18 @@ def records(plan: Plan) -> list[Node]:
 # -- forward -----------------------------------------------------------------------------------------------------------
 
 
-def forward_function(plan: Plan, want_records: bool) -> Function:
-    """`run(*inputs, *params) -> (outputs, records)`, records as a list."""
+def forward_function(plan: Plan, want_records: bool, want_outputs: bool = True) -> Function:
+    """`run(*inputs, *params) -> (outputs, records)`, records as a list.
+
+    Without outputs, steps at the end that no record needs are left out.
+    """
     kept = {id(node) for node in records(plan)} if want_records else set()
     lines = [f"def run({', '.join(f'v{value}' for value in plan.inputs)}):"]
     names: dict[str, Any] = {}
     steps: dict[str, Step] = {}
     last_use = _last_uses(plan)
-    for number, step in enumerate(plan.forward_steps):
+    count, remembered = (len(plan.forward_steps), None) if want_outputs else _needed_for_records(plan)
+    for number, step in enumerate(plan.forward_steps[:count]):
         steps[f"f{number}"] = step
         values = [f"v{value}" for value in _made(step)]
         lines.append(f"    # {_comment(step)}")
@@ -67,10 +71,29 @@ def forward_function(plan: Plan, want_records: bool) -> Function:
         dead = [f"v{value}" for value in last_use.get(number, ())]
         if dead:
             lines.append(f"    del {', '.join(dead)}")
-    outputs = "".join(f"v{value}, " for value in plan.outputs)
+    if remembered is not None:
+        index = plan.index(remembered)
+        names[f"m{index}"] = remembered.op.remember
+        names[f"t{index}"] = plan.dtypes[remembered.outs[0]]
+        lines.append(f"    r{index} = m{index}(v{remembered.ins[0]}, t{index})")
+    outputs = "".join(f"v{value}, " for value in plan.outputs) if want_outputs else ""
     kept_names = ", ".join(f"r{plan.index(node)}" for node in records(plan) if id(node) in kept)
     lines.append(f"    return ({outputs}), [{kept_names}]")
     return Function(lines, names, steps)
+
+
+def _needed_for_records(plan: Plan) -> tuple[int, Node | None]:
+    """How many forward steps must run for the records alone, and the node behind them that remembers its input."""
+    count = len(plan.forward_steps)
+    while count:
+        first, *others = plan.forward_steps[count - 1].nodes
+        if any(plan.kept.get(plan.index(node)) for node in others):
+            break
+        if plan.kept.get(plan.index(first)):
+            remembers = type(first.op).remember is not Op.remember
+            return (count - 1, first) if remembers else (count, None)
+        count -= 1
+    return count, None
 
 
 def _comment(step: Step) -> str:

@@ -38,14 +38,18 @@ def observed(observe: Callable[[str, Step], Callable[..., Any]]) -> Iterator[Non
 
 
 class Executable:
-    """A plan with its generated functions, and what the autograd node must know of it."""
+    """A plan with its generated functions, and what the autograd node must know of it.
 
-    def __init__(self, plan: Plan, num_inputs: int) -> None:
+    Without `want_outputs` forward gives the records alone, and leaves out what only the outputs need.
+    """
+
+    def __init__(self, plan: Plan, num_inputs: int, want_outputs: bool = True) -> None:
         self.plan = plan
+        self.want_outputs = want_outputs
         self.num_inputs = num_inputs
         self.constant = [place for place, depends in enumerate(plan.differentiable) if not depends]
         self.trains = any(plan.differentiable)
-        self.forward = forward_function(plan, want_records=self.trains)
+        self.forward = forward_function(plan, self.trains, want_outputs)
         self.wanted = [place for place, value in enumerate(plan.inputs) if value in plan.wanted]
         self.read = [plan.inputs.index(value) for value in plan.read]
         self.fixed = [source for node in plan.nodes for source in node.op.option_sources()]
@@ -116,7 +120,8 @@ class Executable:
             return self.forward.bind(functools.partial(OBSERVE, "forward"))(*flat)
         check = self.forward.bind(lambda step: checked_forward(step, self.plan, self.trains))
         result = check(*flat)
-        check_memory(self.plan, self.exposed, flat[: self.num_inputs], *result)
+        if self.want_outputs:
+            check_memory(self.plan, self.exposed, flat[: self.num_inputs], *result)
         self.checked = True
         return result
 

@@ -239,6 +239,9 @@ class Op(torch.nn.Module):
     grad_aliases: ClassVar[bool] = True
     #: Attributes that `bwd` or `replay` reads as `fwd` did, and no record holds: changed in between, backward raises.
     fixed: ClassVar[tuple[str, ...]] = ()
+    #: Whether `fwd` run again on the same tensors gives the same numbers: it draws none at random and changes nothing.
+    #: Only such ops are computed again under a memory budget.
+    repeats: ClassVar[bool] = False
     #: Whether extra outputs whose channel is read inside the block go to the caller as well.
     keep: bool = False
     Saved: ClassVar[type[Saved]] = Saved
@@ -267,6 +270,14 @@ class Op(torch.nn.Module):
     def replay(self, saved: Any, x: Tensor, *args: Any) -> Any:
         """`reference` again, for double backward. An op that draws random numbers replays them from its record."""
         return self.reference(x, *args)
+
+    def remember(self, x: Tensor, dtype: torch.dtype) -> Saved:
+        """The record that `fwd` would return, where it holds x alone and nothing need be computed for it.
+
+        For an op that is computed again in backward and whose result nobody then reads; `dtype` is that of y. An op
+        whose record needs more leaves it out.
+        """
+        raise NotImplementedError
 
     def declines(self) -> str | None:
         """Why these options cannot be part of a chain; the op then runs on its own, as a plain module."""
@@ -307,6 +318,12 @@ class Op(torch.nn.Module):
 def has_kernels(kind: type[Op]) -> bool:
     """Whether the op wrote `fwd` and `bwd` (else the fuser differentiates `reference`)."""
     return kind.fwd is not Op.fwd
+
+
+def repeats(kind: type[Op]) -> bool:
+    """Whether an op may be computed again; one from outside of the library must say so itself, not by inheritance."""
+    own = kind.__module__.startswith("fusible.") or "repeats" in kind.__dict__
+    return kind.repeats and own and has_kernels(kind)
 
 
 @cache

@@ -12,7 +12,7 @@ from fusible.chain import Chain, Node
 from fusible.op import Env, bwd_reads
 from fusible.rule import Miss, Rule, RuleSet
 
-__all__ = ["Call", "Plan", "Step", "params_read_by"]
+__all__ = ["Call", "Choice", "Plan", "Step", "params_read_by"]
 
 
 class Call(NamedTuple):
@@ -28,6 +28,17 @@ class Call(NamedTuple):
 
     def wants_grad(self, tensor: torch.Tensor | None) -> bool:
         return self.grad_enabled and tensor is not None and tensor.requires_grad
+
+
+class Choice(NamedTuple):
+    """A recomputation at one place of the chain: of the run between two values of the stream.
+
+    By a rule, or with `rule=None` by the run's own ops, all of whose records are forgotten and made again in backward.
+    """
+
+    rule: Rule | None
+    enters: int
+    leaves: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +89,7 @@ class Plan:
     dtypes: dict[int, torch.dtype | None] = field(default_factory=dict)  # per value, None where unknown
     rewritten: tuple[str, ...] = ()
     misses: tuple[tuple[str, Miss, tuple[Node, ...]], ...] = ()
+    within: Any = None  # how a memory budget is met, a `fusible.budget.Met`
 
     def index(self, node: Node) -> int:
         return self._index[id(node)]

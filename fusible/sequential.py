@@ -54,23 +54,32 @@ class Sequential(torch.nn.Sequential):
     Args:
         *modules: ops and modules in order, or one `OrderedDict` of them.
         rules: the rules that may fuse them, a `RuleSet` or an iterable of rules; `fusible.rules.DEFAULT` if not given.
+        memory_budget: the most that the block may keep for backward: a fraction of what it keeps with no rules, as 0.5,
+            or a number of bytes. What is over is computed again in backward, where it costs least.
         inputs: names of inputs that are passed by keyword and served to every op that asks for them.
 
     Call it as `block(x, *extra_inputs, **inputs)`. It returns `y`, or `(y, *extra_outputs)` in chain order.
 
     Raises:
         TypeError: a wrong number of extra inputs, a non-tensor, a module that breaks the contract of ops.
-        ValueError: sizes, dtypes or devices that do not fit; channel names that do not work out.
+        ValueError: sizes, dtypes or devices that do not fit; channel names that do not work out; at the first call, a
+            memory budget that cannot be met.
     """
 
-    def __init__(self, *modules: Any, rules: Iterable[Rule] | None = None, inputs: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        *modules: Any,
+        rules: Iterable[Rule] | None = None,
+        inputs: Iterable[str] = (),
+        memory_budget: float | int | None = None,
+    ) -> None:
         named = modules[0].items() if len(modules) == 1 and isinstance(modules[0], OrderedDict) else enumerate(modules)
         for name, module in named:
             if not isinstance(module, torch.nn.Module):
                 hint = f"; write {module.__name__}(...)" if isinstance(module, type) else ""
                 raise TypeError(f"op {name} must be an op or a torch.nn module, got {_shown(module)}{hint}")
         super().__init__(*modules)
-        self._rules = None if rules is None else RuleSet(rules)
+        self._rules = _own_rules(rules, memory_budget)
         self._inputs = (inputs,) if isinstance(inputs, str) else tuple(inputs)
         self._state: _State | None = None
         self._resolve()
@@ -79,6 +88,11 @@ class Sequential(torch.nn.Sequential):
     def rules(self) -> RuleSet:
         """The rules of this block where no `use_rules` is open."""
         return DEFAULT if self._rules is None else self._rules
+
+    @property
+    def memory_budget(self) -> float | int | None:
+        """The most that may be kept for backward, a fraction or bytes, or `None`."""
+        return None if self._rules is None else self._rules.budget
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -103,6 +117,8 @@ class Sequential(torch.nn.Sequential):
         rules = _in_use.rules
         if rules is None:
             rules = DEFAULT if self._rules is None else self._rules
+        elif self._rules is not None and self._rules.budget is not None:
+            rules = self.rules_in_force()
         try:
             outs = state(x, extra_inputs, inputs, rules)
         except ParametersChanged:
@@ -134,8 +150,7 @@ class Sequential(torch.nn.Sequential):
         if x is None:
             x, extra_inputs, inputs = state.default_inputs()
         values = {0: x, **state.bind(x, extra_inputs, inputs)}
-        rules = self.rules if _in_use.rules is None else _in_use.rules
-        parts = explain_parts(state.parts, values, rules)
+        parts = explain_parts(state.parts, values, self.rules_in_force())
         grad = torch.is_grad_enabled()
         wanted = ["x"] if x.requires_grad and grad else []
         trained = sum(p.requires_grad for p in self.parameters()) if grad else 0
@@ -149,6 +164,14 @@ class Sequential(torch.nn.Sequential):
         if strict and explanation.unfused:
             raise RuntimeError(f"{type(self).__name__} is not fully fused: " + "; ".join(explanation.unfused))
         return explanation
+
+    def rules_in_force(self) -> RuleSet:
+        """The rules that a call uses now: those of the innermost `use_rules` under the block's own memory budget, or
+        its own. Where nothing is to be fused (`rules.NONE`), nothing is computed again either."""
+        used = _in_use.rules
+        if used is None:
+            return self.rules
+        return _own_rules(used, self.memory_budget) if used else used  # type: ignore[return-value]
 
     def single_chain(
         self, x: Tensor, *extra_inputs: Tensor, **inputs: Tensor
@@ -209,6 +232,15 @@ class Sequential(torch.nn.Sequential):
         super().__setstate__({**state, "_state": None})
 
 
+def _own_rules(rules: Iterable[Rule] | None, memory_budget: float | int | None) -> RuleSet | None:
+    """Rules with the budget under which they are used; rules that have one keep it."""
+    if memory_budget is None:
+        return rules if rules is None or isinstance(rules, RuleSet) else RuleSet(rules)
+    from fusible.budget import Within
+
+    return Within(DEFAULT if rules is None else rules, memory_budget)
+
+
 def _part(block: Sequential, modules: OrderedDict[str, Any]) -> Sequential:
     """A slice: it declares the shared inputs that its own ops read."""
     read = {name for module in modules.values() for op in module.modules() if isinstance(op, Op)
@@ -238,7 +270,7 @@ class _State:
         self.layout = layout
         self.name = name
         self.parts: list[OperationFuser | Split] = [
-            OperationFuser(part) if isinstance(part, Chain) else part for part in layout.parts
+            OperationFuser(part, len(layout.parts) == 1) if isinstance(part, Chain) else part for part in layout.parts
         ]
         only = self.parts[0] if len(self.parts) == 1 and not layout.shared else None
         self.single = only if isinstance(only, OperationFuser) else None

@@ -37,11 +37,13 @@ class Backend(NamedTuple):
 class _State(threading.local):
     forced: str | None = None
     calls: list[tuple[str, str]] | None = None
+    around: Callable[[str, Callable[[], Any]], Any] | None = None
 
 
 _state = _State()
-#: Open `record_calls` of all threads: while there is none, a kernel without backends looks no further.
-_recorders: list[list] = []
+#: Open `record_calls` and `around_calls` of all threads: while there is none, a kernel without backends looks no
+#: further.
+_recorders: list[Any] = []
 KERNELS: dict[str, Kernel] = {}
 
 
@@ -73,6 +75,9 @@ class Kernel:
         if _state.calls is not None:
             chosen = self.choose(x.device.type, x.dtype, x.shape[-1])
             _state.calls.append((self.name, chosen.name if chosen else "torch"))
+        if _state.around is not None:
+            chosen = self.choose(x.device.type, x.dtype, x.shape[-1])
+            return _state.around(chosen.name if chosen else "torch", lambda: self.body(x, *args, **options))
         return self.body(x, *args, **options)
 
     def _choose_body(self, key: tuple[torch.device, torch.dtype, int, str | None]) -> Callable[..., Any]:
@@ -147,4 +152,17 @@ def record_calls() -> Iterator[list[tuple[str, str]]]:
         yield calls
     finally:
         _state.calls = before
+        _recorders.pop()
+
+
+@contextmanager
+def around_calls(around: Callable[[str, Callable[[], Any]], Any]) -> Iterator[None]:
+    """While it is open, `around(backend, run)` stands for each kernel call of this thread; `run()` is the torch body,
+    whatever backend would be chosen."""
+    before, _state.around = _state.around, around
+    _recorders.append(around)
+    try:
+        yield
+    finally:
+        _state.around = before
         _recorders.pop()

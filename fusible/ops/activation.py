@@ -20,6 +20,7 @@ class _Activation(Op):
 
     aliases = False
     grad_aliases = False
+    repeats = True
     #: Its name in `kernels.bias_act` and its like.
     act: ClassVar[str]
     approximate = "none"

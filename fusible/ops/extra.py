@@ -25,6 +25,7 @@ class AddExtraInput(Op):
     num_extra_inputs = 1
     aliases = False
     grad_aliases = False
+    repeats = True
     #: What it says of an extra input of another shape.
     mismatch = "its extra input must have x's shape {x} but has {extra}; expand it first"
 
@@ -63,6 +64,7 @@ class MakeExtraOutput(Op):
 
     num_extra_outputs = 1
     grad_aliases = False
+    repeats = True
 
     def __init__(self, name: str | None = None, keep: bool = False) -> None:
         super().__init__()

@@ -25,6 +25,7 @@ class _Passes(Op):
 
     aliases = False
     grad_aliases = False
+    repeats = True
 
     def arguments(self) -> tuple[Any, ...]:
         """Its name in `kernels.bias_gated` and its like, `gate_first`, `interleave` and its options."""

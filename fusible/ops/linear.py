@@ -66,6 +66,7 @@ class BasicLinear(Op):
 
     aliases = False
     grad_aliases = False
+    repeats = True
 
     class Saved(Saved):
         x: Tensor = reads_for("weight")
@@ -96,6 +97,9 @@ class BasicLinear(Op):
         if weight.dtype is not dtype:
             weight = weight.to(dtype)
         return Out(kernels.gemm(x, weight), saved=BasicLinear.Saved(x))
+
+    def remember(self, x: Tensor, dtype: torch.dtype) -> Saved:
+        return BasicLinear.Saved(x if x.dtype is dtype else x.to(dtype))
 
     def bwd(self, saved: Saved, dy: Tensor, weight: Tensor = reads_for("x"), *, env: Env) -> Grads:
         dw = kernels.dgemm_weight(dy, saved.x) if env.needs.weight else None
@@ -128,6 +132,7 @@ class Bias(Op):
 
     aliases = False
     grad_aliases = False
+    repeats = True
 
     def __init__(self, size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()

@@ -41,6 +41,7 @@ class LayerNorm(Op, torch.nn.LayerNorm):
 
     aliases = False
     grad_aliases = False
+    repeats = True
     fixed = ("eps", "zero_centered_gamma")
     zero_centered_gamma = False
 
@@ -113,6 +114,7 @@ class RMSNorm(Op, torch.nn.RMSNorm):
 
     aliases = False
     grad_aliases = False
+    repeats = True
     fixed = ("eps", "zero_centered_gamma")
     zero_centered_gamma = False
 
@@ -166,6 +168,7 @@ class L2Normalization(Op):
 
     aliases = False
     grad_aliases = False
+    repeats = True
     fixed = ("eps",)
 
     class Saved(Saved):

@@ -18,6 +18,7 @@ class Identity(Op, torch.nn.Identity):
     """`y = x`. `torch.nn.Identity`, as an op; it takes any arguments and ignores them."""
 
     grad_aliases = False
+    repeats = True
 
     def reference(self, x: Tensor) -> Tensor:
         return x
@@ -40,6 +41,8 @@ class Reshape(Op):
 
     Raises `ValueError` if the shape cannot hold x's elements.
     """
+
+    repeats = True
 
     class Saved(Saved):
         shape: tuple[int, ...] = reads_for("x")
