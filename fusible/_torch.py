@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,10 @@ from torch._C._autograd import _get_current_graph_task_keep_graph as keep_graph
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._functorch import peek_interpreter_stack
 from torch.nn.modules import module as _module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+#: A context whose `__torch_dispatch__` sees each operator.
+DispatchMode = TorchDispatchMode
 
 #: Whether a backward pass keeps its graph; True outside of one, the safe side.
 keep_graph = keep_graph
@@ -88,19 +92,6 @@ def fake_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def watching(note: Callable[[Any], None]) -> Any:
-    """A context in which `note` sees what each of torch's operators returns."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Watching(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = function(*args, **(kwargs or {}))
-            note(result)
-            return result
-
-    return Watching()
-
-
 def weak_storage(tensor: torch.Tensor) -> Any:
     """A reference to a tensor's memory that does not keep it: `.expired()`, and `.cdata`, which is `storage_id`."""
     from torch.multiprocessing.reductions import StorageWeakRef
@@ -138,3 +129,8 @@ def cpu_capabilities() -> dict[str, Any]:
 def bare(operator: Any) -> Any:
     """What an operator's overload (`torch.ops.aten.mm.default`) calls, without its Python wrapper."""
     return operator._op
+
+
+#: Attention on the CPU, which torch's table of FLOPs does not have.
+cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

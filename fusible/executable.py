@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fusible.checked import check_memory, checked_backward, checked_forward
-from fusible.codegen import backward_function, forward_function, records
+from fusible.codegen import Function, backward_function, forward_function, records
 from fusible.graph_op import GraphSaved, check_replayed
 from fusible.infer import Specs
 from fusible.plan import Plan, Step
@@ -129,7 +129,8 @@ class Executable:
         """The gradients of `wanted`, by the function for these arriving gradients; frees the records in `recs`."""
         found = self.backwards.get(arriving)
         if found is None:
-            found = self.backwards[arriving] = [backward_function(self.plan, arriving), False]
+            self.backward_for(arriving)
+            found = self.backwards[arriving]
         function, checked = found
         if checked and not CHECK_ALWAYS:
             return function.run(douts, recs, params)
@@ -139,6 +140,12 @@ class Executable:
         result = check(douts, recs, params)
         found[1] = True
         return result
+
+    def backward_for(self, arriving: tuple[bool, ...]) -> Function:
+        """The generated backward for these arriving gradients, made if it is new."""
+        if arriving not in self.backwards:
+            self.backwards[arriving] = [backward_function(self.plan, arriving), False]
+        return self.backwards[arriving][0]
 
     def options(self) -> list[Any]:
         """The options that forward reads, which backward must find as they were."""

@@ -4,7 +4,7 @@ allocation and every release seen."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from fusible import _torch
 from fusible.codegen import Function, backward_function, forward_function, records
 from fusible.graph_op import GraphSaved
-from fusible.kernels.registry import around_calls
+from fusible.kernels.registry import record_calls
 from fusible.op import Out
 from fusible.plan import Plan, Step
 
@@ -51,15 +51,21 @@ class Footprint:
     places: dict[int, int] = field(default_factory=dict)
 
 
-class _Ledger:
-    """The memory that is alive and not the caller's."""
+class _Ledger(_torch.DispatchMode):
+    """The memory that is alive and not the caller's, kept while it is open."""
 
     def __init__(self, given: Sequence[Any]) -> None:
+        super().__init__()
         self.given = {_torch.storage_id(tensor) for tensor in given if tensor is not None}
         self.live: dict[int, tuple[Any, int]] = {}
         self.refs: list[Any] = []  # of all that ever was, so that no identity comes twice
         self.peak = 0
         self.paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.note(result)
+        return result
 
     def note(self, result: Any) -> None:
         """Takes up what an operator returned."""
@@ -77,7 +83,7 @@ class _Ledger:
         self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
         return sum(size for _, size in self.live.values())
 
-    def kernel(self, backend: str, run: Callable[[], Any]) -> Any:
+    def kernel(self, name: str, backend: str, run: Callable[[], Any], given: Any) -> Any:
         """A kernel of our own allocates what it returns; a body in torch what its operators do."""
         if self.paused or backend == "torch":
             return run()
@@ -98,33 +104,40 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-@contextmanager
-def _simulation(mode: Any, ledger: _Ledger) -> Iterator[None]:
-    with _torch.quiet_fakes(), mode, torch.no_grad(), around_calls(ledger.kernel), _torch.watching(ledger.note):
-        yield
-
-
-def measure(plan: Plan, inputs: Sequence[Any], params: Sequence[Tensor | None], backward: bool = True) -> Footprint:
+def measure(plan: Plan, inputs: Sequence[Any], params: Sequence[Any], backward: bool = True) -> Footprint:
     """The footprint of one call of a plan. Of `inputs` and `params` shape, dtype and device are looked at.
 
-    Raises whatever an op's formula raises that cannot run without data.
+    Meta tensors are tried first, which are quick, and then fake ones, which formulas may mix with others. Raises what
+    an op's formula raises that cannot run without data.
     """
-    mode = _torch.fake_mode()
-    with mode, torch.no_grad():
-        flat = [None if t is None else torch.empty(tuple(t.shape), dtype=t.dtype, device=t.device)
-                for t in (*inputs, *params)]  # fmt: skip
+    given = (*inputs, *params)
+    try:
+        return _measure(plan, [_empty(like, "meta") for like in given], backward, nullcontext())
+    except Exception:
+        mode = _torch.fake_mode()
+        with mode:
+            flat = [_empty(like, plan.device) for like in given]
+        with _torch.quiet_fakes():
+            return _measure(plan, flat, backward, mode)
+
+
+def _empty(like: Any, device: Any) -> Any:
+    return None if like is None else torch.empty(tuple(like.shape), dtype=like.dtype, device=device)
+
+
+def _measure(plan: Plan, flat: list[Any], backward: bool, mode: Any) -> Footprint:
     trains = any(plan.differentiable)
     ledger, found = _Ledger(flat), Footprint()
-    with _simulation(mode, ledger):
+    with mode, torch.no_grad(), ledger, record_calls(plan.device.type, ledger.kernel):
         outs, recs = _forward(plan, forward_function(plan, want_records=trains), flat, found)
-    found.forward_peak = ledger.peak
-    found.memories = _memories(plan, recs, ledger.given)
-    leaving = [_torch.storage_id(out) for out in outs]
-    alone = set(leaving) - ledger.given - set(found.memories)
-    found.outputs = sum(ledger.live[key][1] for key in alone)
-    found.kept = ledger.total() - found.outputs
-    if trains and backward:
-        found.backward_peak = _backward(plan, mode, ledger, flat, outs, recs)
+        found.forward_peak = ledger.peak
+        found.memories = _memories(plan, recs, ledger.given)
+        leaving = [_torch.storage_id(out) for out in outs]
+        alone = set(leaving) - ledger.given - set(found.memories)
+        found.outputs = sum(ledger.live[key][1] for key in alone)
+        found.kept = ledger.total() - found.outputs
+        if trains and backward:
+            found.backward_peak = _backward(plan, ledger, flat, outs, recs)
     return found
 
 
@@ -160,17 +173,16 @@ def _memories(plan: Plan, recs: Sequence[Any], given: set[int]) -> dict[int, Mem
     return memories
 
 
-def _backward(plan: Plan, mode: Any, ledger: _Ledger, flat: list[Any], outs: list[Any], recs: list[Any]) -> int:
+def _backward(plan: Plan, ledger: _Ledger, flat: list[Any], outs: list[Any], recs: list[Any]) -> int:
     """The peak of backward. Records that share an output's memory are autograd's, which holds them to the end."""
     function = backward_function(plan, plan.differentiable)
     params = [flat[plan.inputs.index(value)] for value in plan.read]
     leaving = {_torch.storage_id(out) for out in outs}
     shared = [value for record in recs for value in record
               if isinstance(value, Tensor) and _torch.storage_id(value) in leaving]  # fmt: skip
-    with _simulation(mode, ledger):
-        douts = tuple(torch.empty_like(out) if d else None for out, d in zip(outs, plan.differentiable, strict=True))
-        outs.clear()
-        ledger.peak = ledger.total()
-        gradients = function.run(douts, recs, params)
+    douts = tuple(torch.empty_like(out) if d else None for out, d in zip(outs, plan.differentiable, strict=True))
+    outs.clear()
+    ledger.peak = ledger.total()
+    gradients = function.run(douts, recs, params)
     del shared, gradients
     return ledger.peak

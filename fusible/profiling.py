@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fusible import executable
+from fusible.costs import moved
 from fusible.explanation import show_bytes
 from fusible.ops import BasicLinear
 from fusible.plan import Step
@@ -160,28 +161,10 @@ class _Watch:
             result = step.function(*args)
             self.times.setdefault(key, []).append(time.perf_counter() - start)
             if key not in self.bytes:
-                self.bytes[key] = _bytes((args, _held(result)))
+                self.bytes[key] = sum(moved(args, result))
             return result
 
         return run
-
-
-def _held(result: Any) -> list[Any]:
-    """What an `Out` or `Grads` holds."""
-    return [getattr(result, name) for name in type(result).__slots__]
-
-
-def _bytes(value: Any, seen: set[int] | None = None) -> int:
-    """Bytes of the tensors in nested tuples, lists and dictionaries, each address once."""
-    seen = set() if seen is None else seen
-    if isinstance(value, Tensor):
-        address = value.data_ptr()
-        known = address in seen
-        seen.add(address)
-        return 0 if known else value.numel() * value.element_size()
-    if isinstance(value, dict):
-        value = list(value.values())
-    return sum(_bytes(part, seen) for part in value) if isinstance(value, (tuple, list)) else 0
 
 
 def _call(block: Sequential, inputs: Sequence[Tensor], named: dict[str, Tensor]) -> tuple[float, float]:
