@@ -14,7 +14,11 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """`profile` is loaded when it is asked for."""
+    """What most programs do not use is loaded when it is asked for."""
+    if name == "memory_plan":
+        from fusible.memory_report import memory_plan
+
+        return memory_plan
     if name == "profile":
         from fusible.profiling import profile
 
@@ -36,6 +40,7 @@ __all__ = [
     "info",
     "kernels",
     "memory",
+    "memory_plan",
     "ops",
     "profile",
     "reads_for",

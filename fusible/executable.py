@@ -40,11 +40,13 @@ def observed(observe: Callable[[str, Step], Callable[..., Any]]) -> Iterator[Non
 class Executable:
     """A plan with its generated functions, and what the autograd node must know of it.
 
-    Without `want_outputs` forward gives the records alone, and leaves out what only the outputs need.
+    One that is `inside` a step of another is not observed. Without `want_outputs` forward gives the records alone, and
+    leaves out what only the outputs need.
     """
 
-    def __init__(self, plan: Plan, num_inputs: int, want_outputs: bool = True) -> None:
+    def __init__(self, plan: Plan, num_inputs: int, inside: bool = False, want_outputs: bool = True) -> None:
         self.plan = plan
+        self.inside = inside
         self.want_outputs = want_outputs
         self.num_inputs = num_inputs
         self.constant = [place for place, depends in enumerate(plan.differentiable) if not depends]
@@ -116,7 +118,7 @@ class Executable:
         """The forward pass on inputs and parameters, with grad mode and autocast off."""
         if self.checked and not CHECK_ALWAYS:
             return self.forward.run(*flat)
-        if OBSERVE is not None and self.checked:
+        if OBSERVE is not None and self.checked and not self.inside:
             return self.forward.bind(functools.partial(OBSERVE, "forward"))(*flat)
         check = self.forward.bind(lambda step: checked_forward(step, self.plan, self.trains))
         result = check(*flat)
@@ -134,7 +136,7 @@ class Executable:
         function, checked = found
         if checked and not CHECK_ALWAYS:
             return function.run(douts, recs, params)
-        if OBSERVE is not None and checked:
+        if OBSERVE is not None and checked and not self.inside:
             return function.bind(functools.partial(OBSERVE, "backward"))(douts, recs, params)
         check = function.bind(lambda step: checked_backward(step, self.plan))
         result = check(douts, recs, params)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,8 +176,13 @@ def show_tensor(tensor: Any) -> str:
 # -- making one --------------------------------------------------------------------------------------------------------
 
 
-def explain_parts(parts: Sequence[Any], inputs: dict[int, Any], rules: Any) -> tuple[PartRow, ...]:
-    """Explains chains and splits in order. `inputs` maps value numbers of the first chain to tensors."""
+def explain_parts(
+    parts: Sequence[Any], inputs: dict[int, Any], rules: Any, visit: Callable[[Any, tuple], None] | None = None
+) -> tuple[PartRow, ...]:
+    """Explains chains and splits in order. `inputs` maps value numbers of the first chain to tensors.
+
+    `visit` is called with each chain's fuser and its inputs, which have no data.
+    """
     rows = []
     mode = _torch.fake_mode()
     values = {value: _fake(mode, tensor) for value, tensor in inputs.items()}
@@ -191,6 +196,8 @@ def explain_parts(parts: Sequence[Any], inputs: dict[int, Any], rules: Any) -> t
             rows.append(PartRow(_chain_title(part), "not planned: shapes behind the module before it are unknown"))
         else:
             fakes = (x, *[values[value] for value in part.chain.inputs[1:]])
+            if visit is not None:
+                visit(part, fakes)
             row, outs = _explain_chain(part, fakes, rules, mode, callers)
             rows.append(row)
             x = outs[0]
@@ -352,6 +359,7 @@ def _strangers(plan: Plan) -> tuple[str, ...]:
 
 def _notes(plan: Plan) -> tuple[str, ...]:
     notes = [f"rewritten: {text}" for text in plan.rewritten]
+    notes += plan.within.notes() if plan.within else ()
     if not plan.call_rules:
         notes.append("no rules: every op runs its own fwd and bwd")
     skipped = [_path(node) for node in plan.skipped]

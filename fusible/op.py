@@ -271,7 +271,7 @@ class Op(torch.nn.Module):
         """`reference` again, for double backward. An op that draws random numbers replays them from its record."""
         return self.reference(x, *args)
 
-    def remember(self, x: Tensor, dtype: torch.dtype) -> Saved:
+    def remember(self, x: Tensor, dtype: torch.dtype) -> Any:
         """The record that `fwd` would return, where it holds x alone and nothing need be computed for it.
 
         For an op that is computed again in backward and whose result nobody then reads; `dtype` is that of y. An op

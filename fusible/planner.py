@@ -21,7 +21,7 @@ from fusible.plan import Call, Choice, Plan, Step, params_read_by
 from fusible.rule import BACKWARD, FORWARD, REWRITE, Match, Miss, Rule, RuleSet, cover
 from fusible.segment import segment_of
 
-__all__ = ["Like", "make_plan", "place", "refusals"]
+__all__ = ["Like", "make_plan", "own_step", "place", "refusals"]
 
 
 def make_plan(chain: Chain, sources: Sequence[tuple[dict, str]], call: Call, choices: Sequence[Choice] = ()) -> Plan:
@@ -106,6 +106,11 @@ def refusals(plan: Plan, call: Call, match: Match) -> list[str]:
     return _Builder(plan, call)._refusals(match, plan.nodes)
 
 
+def own_step(plan: Plan, call: Call, node: Node) -> Step:
+    """One op's forward, run by itself."""
+    return _Builder(plan, call)._own_step(node, "fwd")
+
+
 class _Builder:
     """Chooses a plan's steps."""
 
@@ -146,8 +151,8 @@ class _Builder:
             again = self._inner_call(choice.enters, [param for _, param in own])
             names = [source for source, _ in own]
             ahead = make_plan(inside, names, again._replace(grad_enabled=False))
-            replayed = Executable(make_plan(inside, names, again), 1, want_outputs=False)
-            segment = segment_of(run, names, Executable(ahead, 1), replayed)
+            replayed = Executable(make_plan(inside, names, again), 1, inside=True, want_outputs=False)
+            segment = segment_of(run, names, Executable(ahead, 1, inside=True), replayed)
             plan.nodes = (*plan.nodes[:start], segment, *plan.nodes[stop:])
         if chosen:
             plan.params = {index: _param_values(node.op, numbers) for index, node in enumerate(plan.nodes)}

@@ -11,7 +11,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from fusible.op import Env, Op, ReadsFor
 
@@ -214,7 +214,7 @@ class RuleSet(tuple):
     `budget` limits what is kept for backward where a block has a `memory_budget`; see `fusible.budget.Within`.
     """
 
-    budget: ClassVar[float | int | None] = None
+    budget: float | int | None = None
 
     def at(self, rows: int) -> RuleSet:
         """The rules that plans for this number of rows are made by: the same ones, whatever it is."""

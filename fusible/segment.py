@@ -1,4 +1,4 @@
-"""A run of a chain that keeps its input alone: backward computes it again, with its records, and then differentiates."""
+"""A run of a chain that keeps its input alone: backward computes it again with its records, and differentiates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor
 from fusible.chain import Node
 from fusible.executable import Executable
 from fusible.infer import Specs
-from fusible.op import Grads, Op, Out, Saved, Spec
+from fusible.op import Grads, Op, Out, Spec
+from fusible.op import Saved as Record
 
 __all__ = ["Segment", "segment_of"]
 
@@ -26,7 +27,7 @@ class Segment(Op):
     Its ops draw no random numbers (`Op.repeats`), so that both give the same numbers, within rounding.
     """
 
-    class Saved(Saved):
+    class Saved(Record):
         x: Tensor
 
     def __init__(
@@ -96,9 +97,10 @@ def _kind(count: int) -> type[Segment]:
         return Segment.bwd(self, saved, dy, *params)
 
     methods: dict[str, Any] = {}
+    function: Any
     for function, first in ((reference, ("self", "x")), (fwd, ("self", "x")), (bwd, ("self", "saved", "dy"))):
         arguments = [inspect.Parameter(name, _POSITIONAL) for name in (*first, *names)]
-        function.__signature__ = inspect.Signature(arguments)  # type: ignore[attr-defined]
+        function.__signature__ = inspect.Signature(arguments)
         methods[function.__name__] = function
     return type("Segment", (Segment,), {**methods, "__module__": __name__})
 

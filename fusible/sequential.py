@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,29 +18,9 @@ from fusible.op import Op
 from fusible.ops import Residual
 from fusible.rule import Rule, RuleSet
 from fusible.rules import DEFAULT
+from fusible.scope import in_use, own_rules, use_rules
 
 __all__ = ["Sequential", "use_rules"]
-
-
-class _InUse(threading.local):
-    rules: RuleSet | None = None
-
-
-_in_use = _InUse()
-
-
-@contextmanager
-def use_rules(rules: Iterable[Rule]) -> Iterator[RuleSet]:
-    """Makes every block of this thread use these rules, over its own `rules=`; the innermost wins.
-
-    A backward uses the rules of its forward, wherever it runs. `fusible.rules.NONE` turns fusion off.
-    """
-    new = rules if isinstance(rules, RuleSet) else RuleSet(rules)
-    before, _in_use.rules = _in_use.rules, new
-    try:
-        yield new
-    finally:
-        _in_use.rules = before
 
 
 class Sequential(torch.nn.Sequential):
@@ -79,7 +57,7 @@ class Sequential(torch.nn.Sequential):
                 hint = f"; write {module.__name__}(...)" if isinstance(module, type) else ""
                 raise TypeError(f"op {name} must be an op or a torch.nn module, got {_shown(module)}{hint}")
         super().__init__(*modules)
-        self._rules = _own_rules(rules, memory_budget)
+        self._rules = own_rules(rules, memory_budget)
         self._inputs = (inputs,) if isinstance(inputs, str) else tuple(inputs)
         self._state: _State | None = None
         self._resolve()
@@ -114,7 +92,7 @@ class Sequential(torch.nn.Sequential):
         state = self._state
         if state is None or not state.layout.watch.unchanged():
             state = self._resolve()
-        rules = _in_use.rules
+        rules = in_use.rules
         if rules is None:
             rules = DEFAULT if self._rules is None else self._rules
         elif self._rules is not None and self._rules.budget is not None:
@@ -166,12 +144,17 @@ class Sequential(torch.nn.Sequential):
         return explanation
 
     def rules_in_force(self) -> RuleSet:
-        """The rules that a call uses now: those of the innermost `use_rules` under the block's own memory budget, or
+        """The rules that a call uses now: those of the innermost `use_rules`, under the block's own memory budget, or
         its own. Where nothing is to be fused (`rules.NONE`), nothing is computed again either."""
-        used = _in_use.rules
+        used = in_use.rules
         if used is None:
             return self.rules
-        return _own_rules(used, self.memory_budget) if used else used  # type: ignore[return-value]
+        return own_rules(used, self.memory_budget) if used else used  # type: ignore[return-value]
+
+    def parts(self, x: Tensor, *extra_inputs: Tensor, **inputs: Tensor) -> tuple[list[Any], dict[int, Tensor]]:
+        """The fusers and splits of the block in order, and the values of its inputs. For tools that look inside."""
+        state = self._current()
+        return state.parts, {0: x, **state.bind(x, extra_inputs, inputs)}
 
     def single_chain(
         self, x: Tensor, *extra_inputs: Tensor, **inputs: Tensor
@@ -230,15 +213,6 @@ class Sequential(torch.nn.Sequential):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "_state": None})
-
-
-def _own_rules(rules: Iterable[Rule] | None, memory_budget: float | int | None) -> RuleSet | None:
-    """Rules with the budget under which they are used; rules that have one keep it."""
-    if memory_budget is None:
-        return rules if rules is None or isinstance(rules, RuleSet) else RuleSet(rules)
-    from fusible.budget import Within
-
-    return Within(DEFAULT if rules is None else rules, memory_budget)
 
 
 def _part(block: Sequential, modules: OrderedDict[str, Any]) -> Sequential:

@@ -6,6 +6,7 @@ i, o: features in and out.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,7 +99,7 @@ class BasicLinear(Op):
             weight = weight.to(dtype)
         return Out(kernels.gemm(x, weight), saved=BasicLinear.Saved(x))
 
-    def remember(self, x: Tensor, dtype: torch.dtype) -> Saved:
+    def remember(self, x: Tensor, dtype: torch.dtype) -> Any:
         return BasicLinear.Saved(x if x.dtype is dtype else x.to(dtype))
 
     def bwd(self, saved: Saved, dy: Tensor, weight: Tensor = reads_for("x"), *, env: Env) -> Grads:
