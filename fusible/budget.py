@@ -21,7 +21,7 @@ from fusible.planner import Like, make_plan
 from fusible.rule import Rule, RuleSet
 from fusible.rules import NONE
 
-__all__ = ["Met", "Within", "checked", "plan_within", "within"]
+__all__ = ["Met", "Within", "checked", "plan_within", "unfused_bytes", "within"]
 
 #: Rows by which a fraction is decided, so that the plan does not depend on those of the call.
 ROWS = 4096
@@ -31,7 +31,8 @@ MAX_TRIES = 6
 
 
 class Within(RuleSet):
-    """Rules, and how much may be kept for backward: a fraction of what is kept with no rules, or bytes.
+    """Rules, and how much may be kept for backward: bytes, or a fraction of what is kept with no rules when every
+    gradient is wanted.
 
     Bytes depend on the number of rows, so there each plan is made for a class of them: eight classes between a power of
     two and the next, named after the largest number of rows that is in it.
@@ -178,7 +179,7 @@ class _Search:
         base = make_plan(self.chain, self.sources, self.sized)
         if not any(base.differentiable):
             return make_plan(self.chain, self.sources, self.call)
-        found, unfused = self._footprint(()), self._unfused()
+        found, unfused = self._footprint(()), unfused_bytes(self.chain, self.sources, self.sized)
         allowed = int(self.budget * unfused) if isinstance(self.budget, float) else self.budget
         chosen: tuple[Option, ...] = ()
         if found.kept > allowed:
@@ -190,10 +191,6 @@ class _Search:
         kept = self._footprint(choices).kept
         plan.within = Met(self.budget, self.rows, unfused, found.kept, kept, chosen, runs)
         return plan
-
-    def _unfused(self) -> int:
-        plain = self.sized._replace(rules=NONE)
-        return measure(make_plan(self.chain, self.sources, plain), plain.inputs, plain.params, backward=False).kept
 
     def _footprint(self, choices: tuple[Choice, ...]) -> Footprint:
         found = self.tried.get(choices)
@@ -234,6 +231,18 @@ class _Search:
             f"{who}: at most {self.budget} bytes may be kept for backward, but at {self.rows} rows the least that "
             f"computing again reaches is {least}; give {least} bytes or more, or fewer rows"
         )
+
+
+def unfused_bytes(chain: Chain, sources: Sequence[tuple[dict, str]], call: Call) -> int:
+    """What a chain keeps with no rules and every gradient wanted, so that freezing a parameter moves no budget."""
+
+    def trained(tensor: Any) -> Any:
+        return Like(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.dtype.is_floating_point)
+
+    inputs: Any = tuple(trained(t) for t in call.inputs)
+    params: Any = tuple(None if t is None else trained(t) for t in call.params)
+    plain = call._replace(rules=NONE, grad_enabled=True, inputs=inputs, params=params)
+    return measure(make_plan(chain, sources, plain), inputs, params, backward=False).kept
 
 
 def sized(chain: Chain, call: Call, rows: int) -> tuple[Any, ...]:

@@ -69,8 +69,7 @@ def forward_function(plan: Plan, want_records: bool, want_outputs: bool = True) 
             if id(node) in kept:
                 lines.append(f"    r{plan.index(node)} = {_record(plan, node, slot, names)}")
         dead = [f"v{value}" for value in last_use.get(number, ())]
-        if dead:
-            lines.append(f"    del {', '.join(dead)}")
+        lines.append(f"    del {', '.join(['o', *dead])}")  # `o` holds records that are not kept
     if remembered is not None:
         index = plan.index(remembered)
         names[f"m{index}"] = remembered.op.remember

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fusible import calibration
+from fusible.budget import unfused_bytes
 from fusible.chain import Node
 from fusible.explanation import KeptRow, describe_input, explain_parts, show_bytes
 from fusible.footprint import measure
@@ -19,7 +20,6 @@ from fusible.options import Option, options, show_run
 from fusible.plan import Call, Plan
 from fusible.planner import make_plan
 from fusible.rule import RuleSet
-from fusible.rules import NONE
 from fusible.sequential import Sequential
 
 __all__ = ["ChainMemory", "MemoryPlan", "Recomputation", "memory_plan"]
@@ -52,7 +52,9 @@ class ChainMemory:
 
     Attributes:
         kept: the tensors kept for backward; `bytes` is 0 for one that is counted elsewhere, as its `note` says.
-        kept_bytes: of all of them; `unfused_bytes` with no rules.
+        kept_bytes: of all of them.
+        unfused_bytes: what would be kept with no rules and every gradient wanted; a fraction given as `memory_budget` is
+        one of this.
         output_bytes: of the outputs that no record holds too.
         forward_peak: the most alive at once in forward.
         backward_peak: the most alive at once in backward, with incoming gradients and those that leave, without the
@@ -92,7 +94,7 @@ class MemoryPlan:
 
     @property
     def unfused_bytes(self) -> int:
-        """The same with no rules; what a fraction given as `memory_budget` is a fraction of."""
+        """The same with no rules and every gradient wanted."""
         return sum(chain.unfused_bytes for chain in self.chains)
 
     @property
@@ -224,13 +226,12 @@ def _chain_memory(fuser: OperationFuser, tensors: tuple, rules: RuleSet) -> Chai
     call = Call(tensors, tuple(params), RuleSet(rules), grad, plan.autocast, None)
     base = make_plan(fuser.chain, fuser.sources, call)
     free = measure(base, tensors, params, backward=False)
-    unfused = measure(make_plan(fuser.chain, fuser.sources, call._replace(rules=NONE)), tensors, params, False)
     chosen = [option.choice for option in plan.within.chosen] if plan.within else []
     offered = options(base, call, free) if executable.trains else []
     return ChainMemory(
         "",
         kept_bytes=footprint.kept,
-        unfused_bytes=unfused.kept,
+        unfused_bytes=unfused_bytes(fuser.chain, fuser.sources, call),
         output_bytes=footprint.outputs,
         forward_peak=footprint.forward_peak,
         backward_peak=footprint.backward_peak,

@@ -178,8 +178,7 @@ def _closed_runs(plan: Plan) -> Iterator[tuple[int, int]]:
     forever = len(plan.nodes)
     last_use = {value: index for index, node in enumerate(plan.nodes) for value in node.ins if value is not None}
     last_use.update(dict.fromkeys(plan.outputs, forever))
-    again = [repeats(type(node.op)) and bool(plan.needs(node)) and plan.specs.get(node.outs[0]) is not None
-             for node in plan.nodes]  # fmt: skip
+    again = [repeats(type(node.op)) and plan.specs.get(node.outs[0]) is not None for node in plan.nodes]
     for start in range(len(plan.nodes)):
         enters = plan.nodes[start].ins[0]
         made: set[Any] = {enters}

@@ -45,11 +45,11 @@ MAY_IMPORT = {
     "scope": {"rule", "rules", "budget"},
     "memory_report": {
         "rule",
-        "rules",
         "chain",
         "plan",
         "planner",
         "fuser",
+        "budget",
         "footprint",
         "options",
         "explanation",
