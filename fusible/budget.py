@@ -58,6 +58,9 @@ class Within(RuleSet):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Within) and self._key() == other._key()
 
+    def __ne__(self, other: object) -> bool:  # which tuple has of its own
+        return not self == other
+
     def __hash__(self) -> int:
         return hash(self._key())
 
@@ -196,7 +199,13 @@ class _Search:
         found = self.tried.get(choices)
         if found is None:
             plan = make_plan(self.chain, self.sources, self.sized, choices)
-            found = measure(plan, self.sized.inputs, self.sized.params, backward=False)
+            try:
+                found = measure(plan, self.sized.inputs, self.sized.params, backward=False)
+            except Exception as error:
+                raise ValueError(
+                    f"{self._who()}: what they keep cannot be told before it runs, for some op's formula needs data; "
+                    f"take that op out of the block, or the budget away"
+                ) from error
             self.tried[choices] = found
         return found
 
@@ -219,8 +228,11 @@ class _Search:
             return ()
         raise ValueError(self._too_small(unfused, allowed, least))
 
+    def _who(self) -> str:
+        return f"memory_budget={self.budget} for ops {', '.join(dict.fromkeys(n.path for n in self.chain.nodes))}"
+
     def _too_small(self, unfused: int, allowed: int, least: int) -> str:
-        who = f"memory_budget={self.budget} for ops {', '.join(dict.fromkeys(n.path for n in self.chain.nodes))}"
+        who = self._who()
         if isinstance(self.budget, float):
             share = -(-1000 * least // max(1, unfused)) / 1000
             return (

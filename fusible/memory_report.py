@@ -53,8 +53,8 @@ class ChainMemory:
     Attributes:
         kept: the tensors kept for backward; `bytes` is 0 for one that is counted elsewhere, as its `note` says.
         kept_bytes: of all of them.
-        unfused_bytes: what would be kept with no rules and every gradient wanted; a fraction given as `memory_budget` is
-        one of this.
+        unfused_bytes: what would be kept with no rules and every gradient wanted: what a `memory_budget` is a fraction
+        of.
         output_bytes: of the outputs that no record holds too.
         forward_peak: the most alive at once in forward.
         backward_peak: the most alive at once in backward, with incoming gradients and those that leave, without the
