@@ -31,7 +31,7 @@ class Recomputation:
 
     Attributes:
         ops: the run of ops that it concerns.
-        how: the rule that does it, or `segment`: the ops themselves, from their input alone.
+        how: the rule that does it, or `checkpoint`: the ops themselves, from their input alone.
         saves: bytes that would no longer be kept.
         seconds: predicted time that it adds to a backward; by nominal rates where the machine is not calibrated.
         product: whether a matrix product is computed again.

@@ -48,12 +48,12 @@ class Option(NamedTuple):
 
     @property
     def name(self) -> str:
-        return self.choice.rule.name if self.choice.rule else "segment"
+        return self.choice.rule.name if self.choice.rule else "checkpoint"
 
     def describe(self, run: Sequence[Node]) -> str:
         """`0.1 Bias, 0.2 GELU, 0.3 BasicLinear by activation_linear_recompute, no matrix product`."""
         ops = show_run(run)
-        how = f"by {self.name}" if self.choice.rule else "as one segment"
+        how = f"by {self.name}" if self.choice.rule else "as one checkpoint"
         return f"{ops} {how}, {'with matrix products' if self.product else 'no matrix product'}"
 
 
@@ -69,7 +69,7 @@ def options(plan: Plan, call: Call, found: Footprint) -> list[Option]:
     `found` is the footprint of `plan`, made for `call` and with no recomputation by choice.
     """
     costs = _costs(plan, call)
-    result = [*_by_rules(plan, call, found, costs), *_by_segments(plan, found, costs)]
+    result = [*_by_rules(plan, call, found, costs), *_by_checkpoints(plan, found, costs)]
     return [option for option in result if option.saves > LEAST * found.kept]
 
 
@@ -135,7 +135,7 @@ def _forgetful(step: Step) -> list[Node]:
     return [node for name, _ in step.rule.forgets if (node := named[name]) is not None]
 
 
-def _by_segments(plan: Plan, found: Footprint, costs: Sequence[float]) -> Iterator[Option]:
+def _by_checkpoints(plan: Plan, found: Footprint, costs: Sequence[float]) -> Iterator[Option]:
     """The runs of ops between two values of the stream that nothing else enters or leaves.
 
     One that saves no more than it would without its first or its last op is left out.

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 
 from fusible.chain import Chain, Node
+from fusible.checkpoint import checkpoint_of
 from fusible.executable import Executable
 from fusible.graph_op import graph_bwd, graph_fwd
 from fusible.infer import Specs
 from fusible.op import Env, Names, Op, check_kind, has_kernels, takes_env
 from fusible.plan import Call, Choice, Plan, Step, params_read_by
 from fusible.rule import BACKWARD, FORWARD, REWRITE, Match, Miss, Rule, RuleSet, cover
-from fusible.segment import segment_of
 
 __all__ = ["Like", "make_plan", "own_step", "place", "refusals"]
 
@@ -43,7 +43,7 @@ def make_plan(chain: Chain, sources: Sequence[tuple[dict, str]], call: Call, cho
     plan.dtypes.update((value, tensor.dtype) for value, tensor in tensors if tensor is not None)
     builder = _Builder(plan, call, choices)
     builder.find_wanted()
-    if builder.apply_segments(sources, numbers):
+    if builder.apply_checkpoints(sources, numbers):
         builder.find_wanted()
     if builder.apply_rewrites(numbers):
         builder.find_wanted()
@@ -138,7 +138,7 @@ class _Builder:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def apply_segments(self, sources: Sequence[tuple[dict, str]], numbers: dict[tuple[int, str], int]) -> bool:
+    def apply_checkpoints(self, sources: Sequence[tuple[dict, str]], numbers: dict[tuple[int, str], int]) -> bool:
         """Puts one op in the place of each run that backward computes again."""
         plan = self.plan
         chosen = [choice for choice in self.choices if choice.rule is None]
@@ -152,8 +152,8 @@ class _Builder:
             names = [source for source, _ in own]
             ahead = make_plan(inside, names, again._replace(grad_enabled=False))
             replayed = Executable(make_plan(inside, names, again), 1, inside=True, want_outputs=False)
-            segment = segment_of(run, names, Executable(ahead, 1, inside=True), replayed)
-            plan.nodes = (*plan.nodes[:start], segment, *plan.nodes[stop:])
+            checkpoint = checkpoint_of(run, names, Executable(ahead, 1, inside=True), replayed)
+            plan.nodes = (*plan.nodes[:start], checkpoint, *plan.nodes[stop:])
         if chosen:
             plan.params = {index: _param_values(node.op, numbers) for index, node in enumerate(plan.nodes)}
             plan.finish()

@@ -95,7 +95,7 @@ def test_what_is_read_again_must_not_have_changed():
     block, given = stack(1, memory_budget=0.0), x()
     y = block(given)
     block[0][0].eps = 0.5
-    with pytest.raises(RuntimeError, match=r"Segment \(op 0\): eps was .* in forward and is 0.5 now, in backward"):
+    with pytest.raises(RuntimeError, match=r"Checkpoint \(op 0\): eps was .* in forward and is 0.5 now, in backward"):
         y.sum().backward()
     changed = given * 1.0
     y = block(changed)
@@ -138,7 +138,7 @@ class Restless(ops.GELU):
 def test_random_ops_are_never_run_again(op):
     block = fusible.Sequential(ops.Linear(32, 32), op, ops.Linear(32, 32))
     for row in fusible.memory_plan(block, x()).chains[0].recomputations:
-        if row.how == "segment":
+        if row.how == "checkpoint":
             assert type(op).__name__ not in row.ops
 
 

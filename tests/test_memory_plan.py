@@ -118,7 +118,7 @@ def test_what_recomputation_saves_is_what_it_then_saves():
     assert chosen[0].ops.endswith("2 GELU, 3 BasicLinear")
     assert all(row.seconds > 0 for row in base.chains[0].recomputations)
     hows = {row.how for row in base.chains[0].recomputations}
-    assert {"activation_linear_recompute", "norm_linear_recompute", "segment"} <= hows
+    assert {"activation_linear_recompute", "norm_linear_recompute", "checkpoint"} <= hows
 
 
 @pytest.mark.quick

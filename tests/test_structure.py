@@ -25,8 +25,8 @@ MAY_IMPORT = {
     "infer": {"_torch", "op", "chain"},
     "graph_op": {"_torch", "op"},
     "plan": {"op", "rule", "chain"},
-    "segment": {"op", "chain", "infer", "executable"},
-    "planner": {"op", "rule", "chain", "infer", "graph_op", "plan", "executable", "segment"},
+    "checkpoint": {"op", "chain", "infer", "executable"},
+    "planner": {"op", "rule", "chain", "infer", "graph_op", "plan", "executable", "checkpoint"},
     "footprint": {"_torch", "op", "plan", "codegen", "graph_op", "kernels.registry"},
     "options": {
         "op",

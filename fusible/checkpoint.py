@@ -15,12 +15,12 @@ from fusible.infer import Specs
 from fusible.op import Grads, Op, Out, Spec
 from fusible.op import Saved as Record
 
-__all__ = ["Segment", "segment_of"]
+__all__ = ["Checkpoint", "checkpoint_of"]
 
 _POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
-class Segment(Op):
+class Checkpoint(Op):
     """Several ops as one, which keeps their input: [..., i] -> [..., o]. Borrows their parameters.
 
     Forward runs a plan of its own that keeps nothing. Backward runs another with all records, and then its backward.
@@ -61,7 +61,7 @@ class Segment(Op):
 
     def fwd(self, x: Tensor, *params: Tensor) -> Out:
         (y,), _ = self.ahead.run([x, *params])
-        return Out(y, saved=Segment.Saved(x))
+        return Out(y, saved=Checkpoint.Saved(x))
 
     def bwd(self, saved: Any, dy: Tensor, *params: Tensor) -> Grads:
         again, flat = self.again, [saved.x, *params]
@@ -83,18 +83,18 @@ def _options(op: Op) -> list[str]:
 
 
 @cache
-def _kind(count: int) -> type[Segment]:
-    """The class of segments with this many parameters, whose methods say so as those of any op do."""
+def _kind(count: int) -> type[Checkpoint]:
+    """The class of checkpoints with this many parameters, whose methods say so as those of any op do."""
     names = [f"p{place}" for place in range(count)]
 
-    def reference(self: Segment, x: Tensor, *params: Tensor) -> Tensor:
-        return Segment.reference(self, x, *params)
+    def reference(self: Checkpoint, x: Tensor, *params: Tensor) -> Tensor:
+        return Checkpoint.reference(self, x, *params)
 
-    def fwd(self: Segment, x: Tensor, *params: Tensor) -> Out:
-        return Segment.fwd(self, x, *params)
+    def fwd(self: Checkpoint, x: Tensor, *params: Tensor) -> Out:
+        return Checkpoint.fwd(self, x, *params)
 
-    def bwd(self: Segment, saved: Any, dy: Tensor, *params: Tensor) -> Grads:
-        return Segment.bwd(self, saved, dy, *params)
+    def bwd(self: Checkpoint, saved: Any, dy: Tensor, *params: Tensor) -> Grads:
+        return Checkpoint.bwd(self, saved, dy, *params)
 
     methods: dict[str, Any] = {}
     function: Any
@@ -102,14 +102,14 @@ def _kind(count: int) -> type[Segment]:
         arguments = [inspect.Parameter(name, _POSITIONAL) for name in (*first, *names)]
         function.__signature__ = inspect.Signature(arguments)
         methods[function.__name__] = function
-    return type("Segment", (Segment,), {**methods, "__module__": __name__})
+    return type("Checkpoint", (Checkpoint,), {**methods, "__module__": __name__})
 
 
-def segment_of(
+def checkpoint_of(
     nodes: tuple[Node, ...], sources: Sequence[tuple[dict[str, Any], str]], ahead: Executable, again: Executable
 ) -> Node:
     """The node that stands for a run. `ahead` runs it without records, `again` with them and backwards."""
     op = _kind(len(sources))(nodes, sources, ahead, again)
     first, last = nodes[0].path, nodes[-1].path
     path = first if first == last else f"{first}-{last}"
-    return Node(op, path, f"Segment (op {path})", (nodes[0].ins[0],), (nodes[-1].outs[0],))
+    return Node(op, path, f"Checkpoint (op {path})", (nodes[0].ins[0],), (nodes[-1].outs[0],))
