@@ -16,8 +16,8 @@ from fusible.chain import Chain, Node
 from fusible.footprint import Footprint, measure
 from fusible.infer import Specs
 from fusible.options import Option, options
-from fusible.plan import Call, Choice, Plan
-from fusible.planner import Like, make_plan
+from fusible.plan import Call, Choice, Like, Plan
+from fusible.planner import make_plan
 from fusible.rule import Rule, RuleSet
 from fusible.rules import NONE
 

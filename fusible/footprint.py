@@ -157,7 +157,7 @@ def _forward(plan: Plan, function: Function, flat: list[Any], found: Footprint) 
         return run
 
     outs, recs = function.bind(watch)(*flat)
-    return list(outs), recs
+    return list(outs[: len(plan.outputs)]), recs  # not what crosses cuts
 
 
 def _memories(plan: Plan, recs: Sequence[Any], given: set[int]) -> dict[int, Memory]:

@@ -18,14 +18,14 @@ from fusible.chain import Node
 from fusible.costs import Cost, Ran, Work, predict, watched
 from fusible.dry_run import without_data
 from fusible.footprint import Footprint
-from fusible.op import Op, repeats
+from fusible.op import Op, has_kernels
 from fusible.ops import BasicLinear
 from fusible.plan import Call, Choice, Plan, Step
 from fusible.planner import own_step, refusals
 from fusible.rule import BACKWARD, Rule, lay
 from fusible.rules import activation_linear_recompute, gated_mlp, norm_linear_recompute
 
-__all__ = ["Option", "options", "show_run"]
+__all__ = ["Option", "options", "repeats", "show_run"]
 
 #: The rules that compute again instead of keeping.
 RULES: tuple[Rule, ...] = (activation_linear_recompute, norm_linear_recompute, gated_mlp)
@@ -161,6 +161,12 @@ def _torn(plan: Plan, steps: Iterable[Step], start: int, stop: int) -> float:
     return moved / BYTES_RATE
 
 
+def repeats(kind: type[Op]) -> bool:
+    """Whether an op may be computed again; one from outside of the library must say so itself, not by inheritance."""
+    own = kind.__module__.startswith("fusible.") or "repeats" in kind.__dict__
+    return kind.repeats and own and has_kernels(kind)
+
+
 def _needed_again(plan: Plan, start: int, stop: int) -> int:
     """Where the part of a run ends that must be computed again for its records."""
     while stop > start:
@@ -178,7 +184,8 @@ def _closed_runs(plan: Plan) -> Iterator[tuple[int, int]]:
     forever = len(plan.nodes)
     last_use = {value: index for index, node in enumerate(plan.nodes) for value in node.ins if value is not None}
     last_use.update(dict.fromkeys(plan.outputs, forever))
-    again = [repeats(type(node.op)) and plan.specs.get(node.outs[0]) is not None for node in plan.nodes]
+    again = [repeats(type(node.op)) and not node.op.accumulate_into_main_grad
+             and plan.specs.get(node.outs[0]) is not None for node in plan.nodes]  # fmt: skip
     for start in range(len(plan.nodes)):
         enters = plan.nodes[start].ins[0]
         made: set[Any] = {enters}

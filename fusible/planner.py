@@ -8,20 +8,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from fusible.chain import Chain, Node
 from fusible.checkpoint import checkpoint_of
 from fusible.executable import Executable
 from fusible.graph_op import graph_bwd, graph_fwd
 from fusible.infer import Specs
-from fusible.op import Env, Names, Op, check_kind, has_kernels, takes_env
-from fusible.plan import Call, Choice, Plan, Step, params_read_by
+from fusible.op import Env, Names, Op, check_kind, has_kernels, takes
+from fusible.plan import Call, Choice, Like, Plan, Step, params_read_by
 from fusible.rule import BACKWARD, FORWARD, REWRITE, Match, Miss, Rule, RuleSet, cover
+from fusible.segments import find_cuts
 
-__all__ = ["Like", "make_plan", "own_step", "place", "refusals"]
+__all__ = ["make_plan", "own_step", "place", "refusals"]
 
 
 def make_plan(chain: Chain, sources: Sequence[tuple[dict, str]], call: Call, choices: Sequence[Choice] = ()) -> Plan:
@@ -49,6 +48,7 @@ def make_plan(chain: Chain, sources: Sequence[tuple[dict, str]], call: Call, cho
         builder.find_wanted()
     builder.cover_backward()
     builder.cover_forward()
+    builder.cut()
     return plan
 
 
@@ -80,18 +80,6 @@ def _skip(plan: Plan, numbers: dict[tuple[int, str], int]) -> None:
     plan.nodes, plan.skipped = tuple(nodes), tuple(skipped)
     plan.outputs = tuple(same.get(value, value) for value in plan.chain.outputs)
     plan.params = {index: _param_values(node.op, numbers) for index, node in enumerate(nodes)}
-
-
-class Like(NamedTuple):
-    """What a plan looks at of a tensor that is not there yet."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-    def dim(self) -> int:
-        return len(self.shape)
 
 
 def place(choice: Choice, nodes: Sequence[Node]) -> tuple[int, int]:
@@ -151,7 +139,9 @@ class _Builder:
             again = self._inner_call(choice.enters, [param for _, param in own])
             names = [source for source, _ in own]
             ahead = make_plan(inside, names, again._replace(grad_enabled=False))
-            replayed = Executable(make_plan(inside, names, again), 1, inside=True, want_outputs=False)
+            behind = make_plan(inside, names, again)
+            behind.cuts = ()  # it is one step of a node
+            replayed = Executable(behind, 1, inside=True, want_outputs=False)
             checkpoint = checkpoint_of(run, names, Executable(ahead, 1, inside=True), replayed)
             plan.nodes = (*plan.nodes[:start], checkpoint, *plan.nodes[stop:])
         if chosen:
@@ -199,10 +189,18 @@ class _Builder:
             steps.append(step)
         plan.backward_steps = tuple(steps)
         plan.read = self._params_read(steps)
+        accumulating = [node for node in live if node.op.accumulate_into_main_grad]
+        params = {value for node in accumulating for value in plan.params[plan.index(node)]}
+        plan.accumulated = frozenset(params & plan.wanted)
 
     def cover_forward(self) -> None:
         found = self._cover(FORWARD, self.plan.nodes)
         self.plan.forward_steps = tuple(s if isinstance(s, Step) else self._own_step(s, "fwd") for s in found)
+
+    def cut(self) -> None:
+        params = zip(self.plan.inputs[len(self.call.inputs) :], self.call.params, strict=True)
+        wanted = {value: tensor for value, tensor in params if tensor is not None and value in self.plan.wanted}
+        self.plan.cuts = find_cuts(self.plan, {v: t.numel() * t.element_size() for v, t in wanted.items()})
 
     def _cover(self, direction: str, nodes: tuple[Node, ...]) -> list[Step | Node]:
         """Rule steps and the nodes that no rule took; near misses go to the plan."""
@@ -266,17 +264,19 @@ class _Builder:
         env = self._env(run, named)
         ops = [node and node.op for node in slots]
         function = _with_env(rule.function, env) if rule.takes_env else rule.function
-        return Step(run, rule, slots, env, functools.partial(function, *ops))
+        return Step(run, rule, slots, env, functools.partial(function, *ops), rule.takes_into)
 
     def _own_step(self, node: Node, method: str) -> Step:
         env = self._env((node,), None)
+        into = False
         if has_kernels(type(node.op)):
             function = getattr(node.op, method)
-            if takes_env(function):
+            into = takes(function, "into")
+            if takes(function, "env"):
                 function = _with_env(function, env)
         else:
             function = graph_fwd(node.op, env, str(node)) if method == "fwd" else graph_bwd(node.op, env)
-        return Step((node,), None, (node,), env, function)
+        return Step((node,), None, (node,), env, function, into)
 
     # -- env and records ---------------------------------------------------------------------------------------------
 

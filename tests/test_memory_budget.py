@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusible
 from fusible import Grads, Out, kernels, ops, rules, use_rules
-from fusible.op import repeats
+from fusible.options import repeats
 from fusible.testing import check
 
 
