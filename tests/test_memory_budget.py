@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import fusible
-from fusible import Grads, Out, kernels, ops, rules, use_rules
+from fusible import Grads, Out, kernels, ops, rules, segments, use_rules
 from fusible.options import repeats
 from fusible.testing import check
 
@@ -327,3 +327,34 @@ def test_an_op_that_needs_data_cannot_be_budgeted():
 
     with pytest.raises(ValueError, match=r"memory_budget=0.5 for ops 0: .* cannot be told before it runs"):
         fusible.Sequential(Hidden(), memory_budget=0.5)(x())
+
+
+# -- beside the rest ---------------------------------------------------------------------------------------------------
+
+
+def test_a_long_chain_of_several_nodes_is_right_under_a_budget(monkeypatch):
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 1)
+    block = fusible.Sequential(*blocks.BLOCKS["mlp"](), *blocks.BLOCKS["mlp"](), memory_budget=0.3)
+    with kernels.use("reference"):
+        check(block, blocks.inputs("mlp", torch.float32)[0])
+        notes = block.explain(blocks.inputs("mlp", torch.float32)[0].requires_grad_()).parts[0].notes
+    assert any("autograd nodes" in note for note in notes)
+    assert any(note.startswith("computed again: ") for note in notes)
+
+
+@pytest.mark.quick
+def test_gradients_that_are_accumulated_elsewhere_are_in_no_checkpoint():
+    block = fusible.Sequential(
+        ops.Linear(32, 128, accumulate_into_main_grad=True),
+        ops.GELU(),
+        ops.Linear(128, 32),
+        ops.Tanh(),
+        ops.Linear(32, 32),
+    )
+    rows = fusible.memory_plan(block, x()).chains[0].recomputations
+    assert not any("0 BasicLinear" in row.ops for row in rows if row.how == "checkpoint")
+    block = fusible.Sequential(*block, memory_budget=0.7)
+    for parameter in block[0].parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+    block(x()).sum().backward()
+    assert block[0].weight.main_grad.abs().sum() > 0
