@@ -12,8 +12,8 @@ import torch
 
 from fusible.chain import Node
 from fusible.graph_op import GraphSaved
-from fusible.op import Op, Saved, has_kernels
-from fusible.plan import Plan, Step, made_by, params_read_by
+from fusible.op import Saved, has_kernels
+from fusible.plan import Plan, Step, made_by, params_read_by, remembers
 
 __all__ = ["Function", "backward_function", "forward_function"]
 
@@ -90,8 +90,7 @@ def _needed_for_records(plan: Plan) -> tuple[int, Node | None]:
         if any(plan.kept.get(plan.index(node)) for node in others):
             break
         if plan.kept.get(plan.index(first)):
-            remembers = type(first.op).remember is not Op.remember
-            return (count - 1, first) if remembers else (count, None)
+            return (count - 1, first) if remembers(first.op) else (count, None)
         count -= 1
     return count, None
 

@@ -20,7 +20,7 @@ from fusible.dry_run import without_data
 from fusible.footprint import Footprint
 from fusible.op import Op, has_kernels
 from fusible.ops import BasicLinear
-from fusible.plan import Call, Choice, Plan, Step
+from fusible.plan import Call, Choice, Plan, Step, remembers
 from fusible.planner import own_step, refusals
 from fusible.rule import BACKWARD, Rule, lay
 from fusible.rules import activation_linear_recompute, gated_mlp, norm_linear_recompute
@@ -170,11 +170,9 @@ def repeats(kind: type[Op]) -> bool:
 def _needed_again(plan: Plan, start: int, stop: int) -> int:
     """Where the part of a run ends that must be computed again for its records."""
     while stop > start:
-        op = plan.nodes[stop - 1].op
-        if type(op).remember is not Op.remember:
-            return stop - 1
-        if type(op).Saved.fields:
-            break
+        node = plan.nodes[stop - 1]
+        if plan.kept.get(plan.index(node)):
+            return stop - 1 if remembers(node.op) else stop
         stop -= 1
     return stop
 

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from fusible.chain import Chain, Node
-from fusible.op import Env, bwd_reads
+from fusible.op import Env, Op, bwd_reads
 from fusible.rule import Miss, Rule, RuleSet
 
-__all__ = ["Call", "Choice", "Cut", "Like", "Plan", "Step", "made_by", "params_read_by"]
+__all__ = ["Call", "Choice", "Cut", "Like", "Plan", "Step", "made_by", "params_read_by", "remembers"]
 
 
 class Call(NamedTuple):
@@ -167,6 +167,11 @@ class Plan:
 def made_by(step: Step) -> list[int]:
     """The values that a forward step makes: the stream, then the extra outputs in order."""
     return [step.nodes[-1].outs[0], *(value for node in step.nodes for value in node.outs[1:])]
+
+
+def remembers(op: Op) -> bool:
+    """Whether an op's record can be made of its input alone, with nothing computed (`Op.remember`)."""
+    return type(op).remember is not Op.remember and type(op).Saved.fields == ("x",)
 
 
 def params_read_by(plan: Plan, step: Step) -> list[tuple[int, int]]:

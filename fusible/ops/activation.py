@@ -25,6 +25,9 @@ class _Activation(Op):
     act: ClassVar[str]
     approximate = "none"
 
+    def remember(self, x: Tensor, dtype: torch.dtype) -> Any:
+        return self.Saved(x)
+
     def fwd_bias(self, x: Tensor, bias: Tensor, keeps: Any) -> tuple[Tensor, Saved]:
         """The output for `x + bias`, in one pass, and its record with the fields that it `keeps`."""
         keeps_input = "x" in self.Saved.fields
