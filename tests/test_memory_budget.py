@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import fusible
-from fusible import Grads, Out, kernels, ops, rules, segments, use_rules
+from fusible import Grads, Out, calibration, kernels, ops, rules, segments, use_rules
 from fusible.options import repeats
 from fusible.testing import check
 
@@ -170,6 +170,21 @@ def test_products_are_computed_again_only_where_passes_do_not_do():
         assert any(product for _, product in chosen(stack(2, memory_budget=0.3), x()))
         block = fusible.Sequential(ops.Linear(32, 64, bias=False), ops.SwiGLU(), ops.Linear(32, 32, bias=False))
         assert chosen(fusible.Sequential(*block, memory_budget=0.7), x()) == [("activation_linear_recompute", False)]
+
+
+@pytest.mark.quick
+def test_passes_come_before_products_that_cost_nothing():
+    free = calibration.Calibration({}, "", ((1, 1e9),), ((1, 1e9),), {"float32": ((1, 1e20),)}, {}, 1e-9)
+    layers = [
+        m for _ in range(2) for m in (ops.Linear(32, 128, bias=False), ops.GELU(), ops.Linear(128, 32, bias=False))
+    ]
+    block = fusible.Sequential(*layers, memory_budget=0.55)
+    with kernels.use("reference"), calibration.use(free):
+        rows = fusible.memory_plan(block, x()).chains[0].recomputations
+    passes = [row for row in rows if row.chosen]
+    assert [row.product for row in passes] == [False, False]
+    saves, seconds = sum(row.saves for row in passes), sum(row.seconds for row in passes)
+    assert any(row.product and row.saves >= saves and row.seconds < seconds for row in rows)
 
 
 @pytest.mark.quick

@@ -51,9 +51,11 @@ def measured(block: fusible.Sequential, given: torch.Tensor) -> dict[str, int]:
     kept, shape, dtype = stays - y.untyped_storage().nbytes(), y.shape, y.dtype
     edges = [torch.autograd.graph.get_gradient_edge(y)]
     del y
-    _, backward_peak, _ = memory_of(
-        lambda: torch.autograd.grad([edges.pop()], leaves, [torch.ones(shape, dtype=dtype)])
-    )
+
+    def backward() -> tuple:
+        return torch.autograd.grad([edges.pop()], leaves, [torch.ones(shape, dtype=dtype)])
+
+    _, backward_peak, _ = memory_of(backward)
     return {"kept_bytes": kept, "forward_peak": forward_peak, "backward_peak": kept + backward_peak}
 
 
