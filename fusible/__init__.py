@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 
 
 #: Loaded when they are asked for: the module of each.
-_LAZY = {"audit": "auditing", "explain": "model_explanation", "profile": "profiling"}
+_LAZY = {"audit": "auditing", "explain": "model_explanation", "memory_plan": "memory_report", "profile": "profiling"}
 
 
 def __getattr__(name: str) -> Any:
@@ -40,6 +40,7 @@ __all__ = [
     "info",
     "kernels",
     "memory",
+    "memory_plan",
     "ops",
     "profile",
     "reads_for",

@@ -93,6 +93,13 @@ def fake_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def weak_storage(tensor: torch.Tensor) -> Any:
+    """A reference to a tensor's memory that does not keep it: `.expired()`, and `.cdata`, which is `storage_id`."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    return StorageWeakRef(tensor.untyped_storage())
+
+
 @contextmanager
 def quiet_fakes() -> Iterator[None]:
     """Keeps torch from logging a traceback for each formula that fake tensors cannot run."""

@@ -14,7 +14,7 @@ from torch.autograd.profiler import record_function
 from fusible.chain import Node
 from fusible.graph_op import GraphSaved
 from fusible.op import Saved, has_kernels
-from fusible.plan import Plan, Step, params_read_by
+from fusible.plan import Plan, Step, params_read_by, remembers
 
 __all__ = ["Function", "backward_function", "forward_function", "ranged"]
 
@@ -67,14 +67,18 @@ def records(plan: Plan) -> list[Node]:
 # -- forward -----------------------------------------------------------------------------------------------------------
 
 
-def forward_function(plan: Plan, want_records: bool) -> Function:
-    """`run(*inputs, *params) -> (outputs, records)`, records as a list; what crosses cuts comes behind the outputs."""
+def forward_function(plan: Plan, want_records: bool, want_outputs: bool = True) -> Function:
+    """`run(*inputs, *params) -> (outputs, records)`, records as a list; what crosses cuts comes behind the outputs.
+
+    Without outputs, steps at the end that no record needs are left out.
+    """
     kept = {id(node) for node in records(plan)} if want_records else set()
     lines = [f"def run({', '.join(f'v{value}' for value in plan.inputs)}):"]
     names: dict[str, Any] = {}
     steps: dict[str, Step] = {}
     last_use = _last_uses(plan)
-    for number, step in enumerate(plan.forward_steps):
+    count, remembered = (len(plan.forward_steps), None) if want_outputs else _needed_for_records(plan)
+    for number, step in enumerate(plan.forward_steps[:count]):
         steps[f"f{number}"] = step
         values = [f"v{value}" for value in step.makes]
         lines.append(f"    # {_comment(step)}")
@@ -84,12 +88,30 @@ def forward_function(plan: Plan, want_records: bool) -> Function:
             if id(node) in kept:
                 lines.append(f"    r{plan.index(node)} = {_record(plan, node, slot, names)}")
         dead = [f"v{value}" for value in last_use.get(number, ())]
-        if dead:
-            lines.append(f"    del {', '.join(dead)}")
-    outputs = "".join(f"v{value}, " for value in (*plan.outputs, *plan.crossing_sources))
+        lines.append(f"    del {', '.join(['o', *dead])}")  # `o` holds records that are not kept
+    if remembered is not None:
+        index = plan.index(remembered)
+        names[f"m{index}"] = remembered.op.remember
+        names[f"t{index}"] = plan.dtypes[remembered.outs[0]]
+        lines.append(f"    r{index} = m{index}(v{remembered.ins[0]}, t{index})")
+    leaving = (*plan.outputs, *plan.crossing_sources) if want_outputs else ()
+    outputs = "".join(f"v{value}, " for value in leaving)
     kept_names = ", ".join(f"r{plan.index(node)}" for node in records(plan) if id(node) in kept)
     lines.append(f"    return ({outputs}), [{kept_names}]")
     return Function(lines, names, steps)
+
+
+def _needed_for_records(plan: Plan) -> tuple[int, Node | None]:
+    """How many forward steps must run for the records alone, and the node behind them that remembers its input."""
+    count = len(plan.forward_steps)
+    while count:
+        first, *others = plan.forward_steps[count - 1].nodes
+        if any(plan.kept.get(plan.index(node)) for node in others):
+            break
+        if plan.kept.get(plan.index(first)):
+            return (count - 1, first) if remembers(first.op) else (count, None)
+        count -= 1
+    return count, None
 
 
 def _comment(step: Step) -> str:

@@ -59,10 +59,16 @@ class Segment(NamedTuple):
 
 
 class Executable:
-    """A plan with its generated functions, and what the autograd node must know of it."""
+    """A plan with its generated functions, and what the autograd node must know of it.
 
-    def __init__(self, plan: Plan, num_inputs: int) -> None:
+    One that is `inside` a step of another is not observed. Without `want_outputs` forward gives the records alone, and
+    leaves out what only the outputs need.
+    """
+
+    def __init__(self, plan: Plan, num_inputs: int, inside: bool = False, want_outputs: bool = True) -> None:
         self.plan = plan
+        self.inside = inside
+        self.want_outputs = want_outputs
         self.num_inputs = num_inputs
         self.constant = [place for place, depends in enumerate(plan.differentiable) if not depends]
         self.trains = any(plan.differentiable)
@@ -79,7 +85,7 @@ class Executable:
 
     @functools.cached_property
     def forward(self) -> Any:
-        return forward_function(self.plan, want_records=self.trains)
+        return forward_function(self.plan, self.trains, self.want_outputs)
 
     def _accumulating(self) -> list[tuple[int, int, str]]:
         """For each parameter whose gradient is accumulated: its place among `wanted` and among the inputs, its name."""
@@ -168,12 +174,13 @@ class Executable:
         """The forward pass on inputs and parameters, with grad mode and autocast off."""
         if self.checked and not CHECK_ALWAYS:
             return self.forward.named("forward")(*flat) if profiler_runs() else self.forward.run(*flat)
-        if OBSERVE is not None and self.checked:
+        if OBSERVE is not None and self.checked and not self.inside:
             return self.forward.bind(functools.partial(OBSERVE, "forward"))(*flat)
         check = self.forward.bind(_watched("forward", lambda step: checked_forward(step, self.plan, self.trains)))
         result = check(*flat)
-        outs = result[0][: len(self.plan.outputs)]
-        check_memory(self.plan, self.exposed, flat[: self.num_inputs], outs, result[1])
+        if self.want_outputs:
+            outs = result[0][: len(self.plan.outputs)]
+            check_memory(self.plan, self.exposed, flat[: self.num_inputs], outs, result[1])
         self.checked = True
         return result
 
@@ -192,7 +199,7 @@ class Executable:
         if checked and not CHECK_ALWAYS:
             run = function.named("backward") if profiler_runs() else function.run
             return run(douts, recs, params, *buffers)
-        if OBSERVE is not None and checked:
+        if OBSERVE is not None and checked and not self.inside:
             return function.bind(functools.partial(OBSERVE, "backward"))(douts, recs, params, *buffers)
         check = function.bind(_watched("backward", lambda step: checked_backward(step, self.plan)))
         result = check(douts, recs, params, *buffers)

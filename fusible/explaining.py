@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,8 +35,13 @@ class Value:
         return len(self.shape)
 
 
-def explain_parts(parts: Sequence[Any], inputs: dict[int, Any], rules: Any) -> tuple[PartRow, ...]:
-    """Explains chains and splits in order. `inputs` maps value numbers of the first chain to tensors."""
+def explain_parts(
+    parts: Sequence[Any], inputs: dict[int, Any], rules: Any, visit: Callable[[Any, tuple], None] | None = None
+) -> tuple[PartRow, ...]:
+    """Explains chains and splits in order. `inputs` maps value numbers of the first chain to tensors.
+
+    `visit` is called with each chain's fuser and its inputs, which have no data.
+    """
     rows = []
     values: dict[int, Any] = {value: Value(t, t.requires_grad, callers=True) for value, t in inputs.items()}
     x = values[0]
@@ -49,6 +54,8 @@ def explain_parts(parts: Sequence[Any], inputs: dict[int, Any], rules: Any) -> t
             rows.append(PartRow(_chain_title(part), "not planned: shapes behind the module before it are unknown"))
         else:
             given = (x, *[values[value] for value in part.chain.inputs[1:]])
+            if visit is not None:
+                visit(part, given)
             row, outs = _explain_chain(part, given, rules, machine)
             rows.append(row)
             x = outs[0]
@@ -207,6 +214,7 @@ def _strangers(plan: Plan) -> tuple[str, ...]:
 
 def _notes(plan: Plan) -> tuple[str, ...]:
     notes = [f"rewritten: {text}" for text in plan.rewritten]
+    notes += plan.within.notes() if plan.within else ()
     if plan.cuts:
         starts = ", ".join(_path(plan.nodes[cut.start]) for cut in plan.cuts)
         notes.append(

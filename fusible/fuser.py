@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any
 
@@ -50,9 +51,10 @@ class OperationFuser:
     op; grad mode, autocast, forced kernel backend, rules and recipe. Rows, rank and strides are not part of it.
     """
 
-    def __init__(self, chain: Chain) -> None:
+    def __init__(self, chain: Chain, alone: bool = True) -> None:
         self.chain = chain
         self.lengths = chain.lengths
+        self.alone = alone  # whether the chain is its whole block
         sources: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
         for node in chain.nodes:
             for owner, name in node.op.sources():
@@ -79,7 +81,7 @@ class OperationFuser:
         """The plan for this kind of call, made if it is new; with the flat list of inputs and parameters."""
         current = self.current
         if current[0] is not rules:
-            current = self._use(rules)
+            current = self._use(rules, inputs[0])
         try:
             params = [owner[name] for owner, name in self.sources]
         except KeyError:
@@ -103,7 +105,7 @@ class OperationFuser:
         key = tuple(parts)
         executable: Any = current[1].get(key, _NEW)
         if executable is _NEW:
-            executable = self._plan(inputs, params, rules, grad, autocast)
+            executable = self._plan(inputs, params, current[0], grad, autocast)
             with _lock:
                 _add(current[1], key, executable, MAX_PLANS)
         return executable, [*inputs, *params], grad
@@ -113,7 +115,9 @@ class OperationFuser:
         """The plans of the rules used last, by their keys."""
         return self.current[1]
 
-    def _use(self, rules: RuleSet) -> tuple[RuleSet, _Plans]:
+    def _use(self, rules: RuleSet, x: Tensor) -> tuple[RuleSet, _Plans]:
+        if rules.budget is not None:
+            rules = rules.at(math.prod(x.shape if 0 in self.lengths else x.shape[:-1]))
         with _lock:
             plans = self.by_rules.get(rules)
             if plans is None:
@@ -122,9 +126,15 @@ class OperationFuser:
         self.current = current = (rules, plans)
         return current
 
-    def _plan(self, inputs: tuple, params: list, rules: RuleSet, grad: bool, autocast: Any) -> Executable | None:
+    def _plan(self, inputs: tuple, params: list, rules: Any, grad: bool, autocast: Any) -> Executable | None:
         executable = None
         if all(p is None or type(p) in PLAIN_TENSORS for p in params):
             call = Call(inputs, tuple(params), rules, grad, autocast, registry.forced())
-            executable = Executable(make_plan(self.chain, self.sources, call), len(inputs))
+            if rules.budget is None:
+                plan = make_plan(self.chain, self.sources, call)
+            else:
+                from fusible.budget import plan_within
+
+                plan = plan_within(self.chain, self.sources, call, self.alone)
+            executable = Executable(plan, len(inputs))
         return executable

@@ -17,7 +17,8 @@ from torch.utils import _pytree as tree
 from fusible import _torch, calibration
 from fusible.explaining import hooked_op
 from fusible.explanation import Explanation, PartRow, show_tensor
-from fusible.sequential import Sequential, observed_blocks
+from fusible.scope import observed_blocks
+from fusible.sequential import Sequential
 
 __all__ = ["explain"]
 

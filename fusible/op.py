@@ -219,6 +219,9 @@ class Op(torch.nn.Module):
     calculates: ClassVar[bool] = True
     #: Attributes that `bwd` or `replay` reads as `fwd` did, and no record holds: changed in between, backward raises.
     fixed: ClassVar[tuple[str, ...]] = ()
+    #: Whether `fwd` run again on the same tensors gives the same numbers: it draws none at random and changes nothing.
+    #: Only such ops are computed again under a memory budget.
+    repeats: ClassVar[bool] = False
     #: Whether gradients of parameters are added to each parameter's `main_grad` (docs/main-grad.md).
     accumulate_into_main_grad: bool = False
     #: Whether extra outputs whose channel is read inside the block go to the caller as well.
@@ -249,6 +252,10 @@ class Op(torch.nn.Module):
     def replay(self, saved: Any, x: Tensor, *args: Any) -> Any:
         """`reference` again, for double backward. An op that draws random numbers replays them from its record."""
         return self.reference(x, *args)
+
+    def remember(self, x: Tensor, dtype: torch.dtype) -> Any:
+        """The record of `fwd` where it holds x alone, for a run again in which nobody reads y, of this dtype."""
+        raise NotImplementedError
 
     def declines(self) -> str | None:
         """Why these options cannot be part of a chain; the op then runs on its own, as a plain module."""

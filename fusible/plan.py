@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
 from fusible.chain import Chain, Node
-from fusible.op import Env, bwd_reads
+from fusible.op import Env, Op, bwd_reads
 from fusible.rule import Miss, Rule, RuleSet
 
-__all__ = ["Call", "Cut", "Plan", "Step", "params_read_by"]
+__all__ = ["Call", "Choice", "Cut", "Like", "Plan", "Step", "params_read_by", "remembers"]
 
 
 class Call(NamedTuple):
@@ -28,6 +29,35 @@ class Call(NamedTuple):
 
     def wants_grad(self, tensor: torch.Tensor | None) -> bool:
         return self.grad_enabled and tensor is not None and tensor.requires_grad
+
+
+class Like(NamedTuple):
+    """What a plan looks at of a tensor that is not there yet."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+
+class Choice(NamedTuple):
+    """A recomputation at one place of the chain: of the run between two values of the stream.
+
+    By a rule, or with `rule=None` by the run's own ops, all of whose records are forgotten and made again in backward.
+    """
+
+    rule: Rule | None
+    enters: int
+    leaves: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +150,7 @@ class Plan:
     cuts: tuple[Cut, ...] = ()  # places at which a long chain becomes several autograd nodes
     rewritten: tuple[str, ...] = ()
     misses: tuple[tuple[str, Miss, tuple[Node, ...]], ...] = ()
+    within: Any = None  # how a memory budget is met, a `fusible.budget.Met`
 
     def index(self, node: Node) -> int:
         return self._index[id(node)]
@@ -159,6 +190,11 @@ class Plan:
     def differentiable(self) -> tuple[bool, ...]:
         """For each output: whether it depends on something whose gradient is wanted."""
         return tuple(value in self.wanted for value in self.outputs)
+
+
+def remembers(op: Op) -> bool:
+    """Whether an op's record can be made of its input alone, with nothing computed (`Op.remember`)."""
+    return type(op).remember is not Op.remember and type(op).Saved.fields == ("x",)
 
 
 def params_read_by(plan: Plan, step: Step) -> list[tuple[int, int]]:

@@ -11,18 +11,21 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from fusible.chain import Chain, Node
+from fusible.checkpoint import checkpoint_of
+from fusible.executable import Executable
 from fusible.graph_op import graph_bwd, graph_fwd
 from fusible.infer import Specs
 from fusible.op import Env, Names, Op, check_kind, has_kernels, takes
-from fusible.plan import Call, Plan, Step, params_read_by
-from fusible.rule import BACKWARD, FORWARD, REWRITE, Match, Miss, Refusal, cover
+from fusible.plan import Call, Choice, Like, Plan, Step, params_read_by
+from fusible.rule import BACKWARD, FORWARD, REWRITE, Match, Miss, Refusal, Rule, RuleSet, cover
 from fusible.segments import find_cuts
 
-__all__ = ["make_plan"]
+__all__ = ["make_plan", "own_step", "place", "refusals"]
 
 
-def make_plan(chain: Chain, sources: Sequence[tuple[dict, str]], call: Call) -> Plan:
-    """Plans one kind of call. `sources` says where each of `call.params` comes from.
+def make_plan(chain: Chain, sources: Sequence[tuple[dict, str]], call: Call, choices: Sequence[Choice] = ()) -> Plan:
+    """Plans one kind of call. `sources` says where each of `call.params` comes from; `choices` are recomputations to
+    be done where they apply.
 
     Raises `ValueError` on inputs that do not fit, `TypeError` on ops and rules that break their contract.
     """
@@ -37,8 +40,10 @@ def make_plan(chain: Chain, sources: Sequence[tuple[dict, str]], call: Call) -> 
     tensors = zip(plan.inputs, (*call.inputs, *call.params), strict=True)
     plan.dtypes = {value: spec and spec.dtype for value, spec in plan.specs.items()}
     plan.dtypes.update((value, tensor.dtype) for value, tensor in tensors if tensor is not None)
-    builder = _Builder(plan, call)
+    builder = _Builder(plan, call, choices)
     builder.find_wanted()
+    if builder.apply_checkpoints(sources, numbers):
+        builder.find_wanted()
     if builder.apply_rewrites(numbers):
         builder.find_wanted()
     accumulating = [node.op for node in chain.nodes if node.op.accumulate_into_main_grad]
@@ -79,12 +84,30 @@ def _skip(plan: Plan, numbers: dict[tuple[int, str], int]) -> None:
     plan.params = {index: _param_values(node.op, numbers) for index, node in enumerate(nodes)}
 
 
+def place(choice: Choice, nodes: Sequence[Node]) -> tuple[int, int]:
+    """Where a choice's run begins and ends among nodes."""
+    start = next(index for index, node in enumerate(nodes) if node.ins[0] == choice.enters)
+    stop = next(index for index, node in enumerate(nodes) if node.outs[0] == choice.leaves)
+    return start, stop + 1
+
+
+def refusals(plan: Plan, call: Call, match: Match) -> list[Refusal]:
+    """Why a rule cannot take a run of a finished plan's nodes; none if it can."""
+    return _Builder(plan, call)._refusals(match, plan.nodes)
+
+
+def own_step(plan: Plan, call: Call, node: Node) -> Step:
+    """One op's forward, run by itself."""
+    return _Builder(plan, call)._own_step(node, "fwd")
+
+
 class _Builder:
     """Chooses a plan's steps."""
 
-    def __init__(self, plan: Plan, call: Call) -> None:
+    def __init__(self, plan: Plan, call: Call, choices: Sequence[Choice] = ()) -> None:
         self.plan = plan
         self.call = call
+        self.choices = choices
 
     # -- needs -------------------------------------------------------------------------------------------------------
 
@@ -104,6 +127,36 @@ class _Builder:
         return spec is None or spec.dtype.is_floating_point or spec.dtype.is_complex
 
     # -- steps -------------------------------------------------------------------------------------------------------
+
+    def apply_checkpoints(self, sources: Sequence[tuple[dict, str]], numbers: dict[tuple[int, str], int]) -> bool:
+        """Puts one op in the place of each run that backward computes again."""
+        plan = self.plan
+        chosen = [choice for choice in self.choices if choice.rule is None]
+        for choice in chosen:
+            start, stop = place(choice, plan.nodes)
+            run = plan.nodes[start:stop]
+            inside = Chain(run, (choice.enters,), (choice.leaves,))
+            read = {(id(owner), name) for node in run for owner, name in node.op.sources()}
+            own = [(s, p) for s, p in zip(sources, self.call.params, strict=True) if (id(s[0]), s[1]) in read]
+            again = self._inner_call(choice.enters, [param for _, param in own])
+            names = [source for source, _ in own]
+            ahead = make_plan(inside, names, again._replace(grad_enabled=False))
+            behind = make_plan(inside, names, again)
+            behind.cuts = ()  # it is one step of a node
+            replayed = Executable(behind, 1, inside=True, want_outputs=False)
+            checkpoint = checkpoint_of(run, names, Executable(ahead, 1, inside=True), replayed)
+            plan.nodes = (*plan.nodes[:start], checkpoint, *plan.nodes[stop:])
+        if chosen:
+            plan.params = {index: _param_values(node.op, numbers) for index, node in enumerate(plan.nodes)}
+            plan.finish()
+        return bool(chosen)
+
+    def _inner_call(self, enters: int, params: Sequence[Any]) -> Call:
+        """The call of a run inside this one, as far as its plan looks at it."""
+        spec = self.plan.specs[enters]
+        assert spec is not None
+        x: Any = Like(spec.shape, spec.dtype, spec.device, enters in self.plan.wanted)
+        return self.call._replace(inputs=(x,), params=tuple(params), rules=RuleSet(self.call.rules))
 
     def apply_rewrites(self, numbers: dict[tuple[int, str], int]) -> bool:
         plan = self.plan
@@ -153,7 +206,8 @@ class _Builder:
         plan = self.plan
         rules = self.call.rules.of(direction)
         result: list[Step | Node] = []
-        for found in cover(rules, [node.op for node in nodes], lambda match: self._refusals(match, nodes)):
+        placed = self._placed(direction, nodes)
+        for found in cover(rules, [node.op for node in nodes], lambda match: self._refusals(match, nodes), placed):
             if isinstance(found, Miss):
                 plan.misses += ((direction, found, nodes[found.start : found.stop]),)
             elif isinstance(found, Match):
@@ -161,6 +215,11 @@ class _Builder:
             else:
                 result.append(nodes[found])
         return result
+
+    def _placed(self, direction: str, nodes: Sequence[Node]) -> dict[int, Rule]:
+        """The chosen rules of one direction, each by the index of the node at which it starts."""
+        chosen = [choice for choice in self.choices if choice.rule is not None and choice.rule.direction == direction]
+        return {place(choice, nodes)[0]: choice.rule for choice in chosen if choice.rule is not None}
 
     def _refusals(self, match: Match, nodes: tuple[Node, ...]) -> list[Refusal]:
         run = nodes[match.start : match.stop]

@@ -10,12 +10,12 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fusible.op import Env, Op, ReadsFor
 
-__all__ = ["Rule", "RuleSet", "backward", "cover", "forward", "rewrite"]
+__all__ = ["Rule", "RuleSet", "backward", "cover", "forward", "lay", "rewrite"]
 
 FORWARD, BACKWARD, REWRITE = "forward", "backward", "rewrite"
 Condition = Callable[..., Iterable[tuple[bool, str] | tuple[bool, str, str]]]
@@ -223,7 +223,16 @@ def rewrite(function: Callable[..., Any]) -> Rule:
 
 
 class RuleSet(tuple):
-    """An ordered set of rules; earlier ones win. A tuple with `+`, whose rules have unique names."""
+    """An ordered set of rules; earlier ones win. A tuple with `+`, whose rules have unique names.
+
+    `budget` limits what is kept for backward where a block has a `memory_budget`; see `fusible.budget.Within`.
+    """
+
+    budget: float | int | None = None
+
+    def at(self, rows: int) -> RuleSet:
+        """The rules that plans for this number of rows are made by: the same ones, whatever it is."""
+        return self
 
     def __new__(cls, rules: Iterable[Rule] = ()) -> RuleSet:
         rules = (rules,) if isinstance(rules, Rule) else tuple(rules)
@@ -273,12 +282,13 @@ class Miss(NamedTuple):
     refusals: tuple[Refusal, ...]
 
 
-def _lay(rule: Rule, ops: Sequence[Op], start: int) -> Match | None:
-    """Lays the slots over the chain from `start`, if they fit."""
+def lay(rule: Rule, ops: Sequence[Op], start: int, until: int | None = None) -> Match | None:
+    """Lays the slots over the chain from `start`, if they fit before `until`."""
     places: list[int | None] = []
     at = start
+    stop = len(ops) if until is None else until
     for slot in rule.slots:
-        if at < len(ops) and type(ops[at]) in slot.kinds:
+        if at < stop and type(ops[at]) in slot.kinds:
             places.append(at)
             at += 1
         elif slot.optional:
@@ -340,17 +350,23 @@ def _structural(rule: Rule, ops: Sequence[Op], start: int) -> Miss | None:
 
 
 def cover(
-    rules: Sequence[Rule], ops: Sequence[Op], refusals: Callable[[Match], list[Refusal]]
+    rules: Sequence[Rule],
+    ops: Sequence[Op],
+    refusals: Callable[[Match], list[Refusal]],
+    placed: Mapping[int, Rule] | None = None,
 ) -> Iterator[Match | Miss | int]:
     """Covers the chain from the left: at each op the first rule that matches and is not refused takes its run.
 
-    Yields the matches, the near misses, and the index of each op that no rule took.
+    A rule of `placed` comes first at its place, and no other rule reaches over that. Yields the matches, the near
+    misses, and the index of each op that no rule took.
     """
+    placed = placed or {}
     at = 0
     while at < len(ops):
         stop = at
-        for rule in rules:
-            match = _lay(rule, ops, at)
+        until = min((place for place in placed if place > at), default=len(ops))
+        for rule in [placed[at], *rules] if at in placed else rules:
+            match = lay(rule, ops, at, until)
             if match is None:
                 miss = _structural(rule, ops, at)
                 if miss is not None:

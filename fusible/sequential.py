@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,40 +18,9 @@ from fusible.op import Op
 from fusible.ops import Residual
 from fusible.rule import Rule, RuleSet
 from fusible.rules import DEFAULT
+from fusible.scope import in_use, own_rules, use_rules
 
 __all__ = ["Sequential", "use_rules"]
-
-
-class _InUse(threading.local):
-    rules: RuleSet | None = None
-    observe: Callable[[Any, tuple, dict[str, Any]], None] | None = None
-
-
-_in_use = _InUse()
-
-
-@contextmanager
-def use_rules(rules: Iterable[Rule]) -> Iterator[RuleSet]:
-    """Makes every block of this thread use these rules, over its own `rules=`; the innermost wins.
-
-    A backward uses the rules of its forward, wherever it runs. `fusible.rules.NONE` turns fusion off.
-    """
-    new = rules if isinstance(rules, RuleSet) else RuleSet(rules)
-    before, _in_use.rules = _in_use.rules, new
-    try:
-        yield new
-    finally:
-        _in_use.rules = before
-
-
-@contextmanager
-def observed_blocks(observe: Callable[[Any, tuple, dict[str, Any]], None]) -> Iterator[None]:
-    """Calls `observe(block, args, kwargs)` for each block that this thread calls on tensors without data."""
-    before, _in_use.observe = _in_use.observe, observe
-    try:
-        yield
-    finally:
-        _in_use.observe = before
 
 
 class Sequential(torch.nn.Sequential):
@@ -65,23 +32,32 @@ class Sequential(torch.nn.Sequential):
     Args:
         *modules: ops and modules in order, or one `OrderedDict` of them.
         rules: the rules that may fuse them, a `RuleSet` or an iterable of rules; `fusible.rules.DEFAULT` if not given.
+        memory_budget: the most that the block may keep for backward: a fraction of what it keeps with no rules, as 0.5,
+            or a number of bytes. What is over is computed again in backward, where it costs least.
         inputs: names of inputs that are passed by keyword and served to every op that asks for them.
 
     Call it as `block(x, *extra_inputs, **inputs)`. It returns `y`, or `(y, *extra_outputs)` in chain order.
 
     Raises:
         TypeError: a wrong number of extra inputs, a non-tensor, a module that breaks the contract of ops.
-        ValueError: sizes, dtypes or devices that do not fit; channel names that do not work out.
+        ValueError: sizes, dtypes or devices that do not fit; channel names that do not work out; at the first call, a
+            memory budget that cannot be met.
     """
 
-    def __init__(self, *modules: Any, rules: Iterable[Rule] | None = None, inputs: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        *modules: Any,
+        rules: Iterable[Rule] | None = None,
+        inputs: Iterable[str] = (),
+        memory_budget: float | int | None = None,
+    ) -> None:
         named = modules[0].items() if len(modules) == 1 and isinstance(modules[0], OrderedDict) else enumerate(modules)
         for name, module in named:
             if not isinstance(module, torch.nn.Module):
                 hint = f"; write {module.__name__}(...)" if isinstance(module, type) else ""
                 raise TypeError(f"op {name} must be an op or a torch.nn module, got {_shown(module)}{hint}")
         super().__init__(*modules)
-        self._rules = None if rules is None else RuleSet(rules)
+        self._rules = own_rules(rules, memory_budget)
         self._inputs = (inputs,) if isinstance(inputs, str) else tuple(inputs)
         self._state: _State | None = None
         self._resolve()
@@ -90,6 +66,11 @@ class Sequential(torch.nn.Sequential):
     def rules(self) -> RuleSet:
         """The rules of this block where no `use_rules` is open."""
         return DEFAULT if self._rules is None else self._rules
+
+    @property
+    def memory_budget(self) -> float | int | None:
+        """The most that may be kept for backward, a fraction or bytes, or `None`."""
+        return None if self._rules is None else self._rules.budget
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -102,8 +83,8 @@ class Sequential(torch.nn.Sequential):
         if _torch.seen_through() or type(x) not in PLAIN_TENSORS:
             if not isinstance(x, (Tensor, torch.fx.Proxy)):
                 raise TypeError(f"{type(self).__name__}: x must be a tensor, got {_shown(x)}")
-            if _in_use.observe is not None:
-                _in_use.observe(self, (x, *extra_inputs), inputs)
+            if in_use.observe is not None:
+                in_use.observe(self, (x, *extra_inputs), inputs)
             if isinstance(
                 extra_inputs, torch.fx.Proxy
             ):  # symbolic tracing gives *args and **kwargs of its root as one each
@@ -113,9 +94,11 @@ class Sequential(torch.nn.Sequential):
         state = self._state
         if state is None or not state.layout.watch.unchanged():
             state = self._resolve()
-        rules = _in_use.rules
+        rules = in_use.rules
         if rules is None:
             rules = DEFAULT if self._rules is None else self._rules
+        elif self._rules is not None and self._rules.budget is not None:
+            rules = self.rules_in_force()
         try:
             outs = state(x, extra_inputs, inputs, rules)
         except ParametersChanged:
@@ -151,8 +134,7 @@ class Sequential(torch.nn.Sequential):
         if x is None:
             x, extra_inputs, inputs = state.default_inputs()
         values = {0: x, **state.bind(x, extra_inputs, inputs)}
-        rules = self.rules if _in_use.rules is None else _in_use.rules
-        parts = explain_parts(state.parts, values, rules)
+        parts = explain_parts(state.parts, values, self.rules_in_force())
         grad = torch.is_grad_enabled()
         wanted = ["x"] if x.requires_grad and grad else []
         trained = sum(p.requires_grad for p in self.parameters()) if grad else 0
@@ -166,6 +148,19 @@ class Sequential(torch.nn.Sequential):
         if strict and explanation.unfused:
             raise RuntimeError(f"{type(self).__name__} is not fully fused: " + "; ".join(explanation.unfused))
         return explanation
+
+    def rules_in_force(self) -> RuleSet:
+        """The rules that a call uses now: those of the innermost `use_rules`, under the block's own memory budget, or
+        its own. Where nothing is to be fused (`rules.NONE`), nothing is computed again either."""
+        used = in_use.rules
+        if used is None:
+            return self.rules
+        return own_rules(used, self.memory_budget) if used else used  # type: ignore[return-value]
+
+    def parts(self, x: Tensor, *extra_inputs: Tensor, **inputs: Tensor) -> tuple[list[Any], dict[int, Tensor]]:
+        """The fusers and splits of the block in order, and the values of its inputs. For tools that look inside."""
+        state = self.resolved()
+        return state.parts, {0: x, **state.bind(x, extra_inputs, inputs)}
 
     def single_chain(
         self, x: Tensor, *extra_inputs: Tensor, **inputs: Tensor
@@ -260,7 +255,7 @@ class _State:
         self.layout = layout
         self.name = name
         self.parts: list[OperationFuser | Split] = [
-            OperationFuser(part) if isinstance(part, Chain) else part for part in layout.parts
+            OperationFuser(part, len(layout.parts) == 1) if isinstance(part, Chain) else part for part in layout.parts
         ]
         only = self.parts[0] if len(self.parts) == 1 and not layout.shared else None
         self.single = only if isinstance(only, OperationFuser) else None

@@ -372,3 +372,15 @@ def test_will_accumulate():
     torch.autograd.grad(Asks.apply(x, weight).sum(), [x])
     torch.autograd.grad(Asks.apply(x, weight).sum(), [x, weight])
     assert answers == [True, False, False, None]
+
+
+@pytest.mark.quick
+def test_weak_storage():
+    """Keeps no memory, knows when it is gone, and says whose it is."""
+    tensor = torch.ones(3)
+    view, ref = tensor[1:], _torch.weak_storage(tensor)
+    assert ref.cdata == _torch.storage_id(tensor) == _torch.storage_id(view)
+    del tensor
+    assert not ref.expired()
+    del view
+    assert ref.expired()

@@ -20,9 +20,13 @@ class _Activation(Op):
 
     aliases = False
     grad_aliases = False
+    repeats = True
     #: Its name in `kernels.bias_act` and its like.
     act: ClassVar[str]
     approximate = "none"
+
+    def remember(self, x: Tensor, dtype: torch.dtype) -> Any:
+        return self.Saved(x)
 
     def fwd_bias(self, x: Tensor, bias: Tensor, keeps: Any) -> tuple[Tensor, Saved]:
         """The output for `x + bias`, in one pass, and its record with the fields that it `keeps`."""

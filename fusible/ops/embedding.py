@@ -75,6 +75,7 @@ class PositionEmbedding(Op):
 
     num_extra_inputs = 1
     lengthwise = ("positions",)
+    repeats = True
     aliases = False
     grad_aliases = False
     fixed = ("max_length",)

@@ -25,6 +25,7 @@ class AddExtraInput(Op):
     num_extra_inputs = 1
     aliases = False
     grad_aliases = False
+    repeats = True
     #: What it says of an extra input of another shape.
     mismatch = "its extra input must have x's shape {x} but has {extra}; expand it first"
 
@@ -64,6 +65,7 @@ class MakeExtraOutput(Op):
     num_extra_outputs = 1
     calculates = False
     grad_aliases = False
+    repeats = True
     hands_on = True
 
     def __init__(self, name: str | None = None, keep: bool = False) -> None:

@@ -25,6 +25,10 @@ class _Passes(Op):
 
     aliases = False
     grad_aliases = False
+    repeats = True
+
+    def remember(self, x: Tensor, dtype: torch.dtype) -> Any:
+        return self.Saved(x)
 
     def arguments(self) -> tuple[Any, ...]:
         """Its name in `kernels.bias_gated` and its like, `gate_first`, `interleave` and its options."""

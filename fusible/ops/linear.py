@@ -71,6 +71,7 @@ class BasicLinear(Op):
 
     aliases = False
     grad_aliases = False
+    repeats = True
 
     class Saved(Saved):
         x: Tensor = reads_for("weight")
@@ -103,6 +104,9 @@ class BasicLinear(Op):
         if weight.dtype is not dtype:
             weight = weight.to(dtype)
         return Out(kernels.gemm(x, weight), saved=BasicLinear.Saved(x))
+
+    def remember(self, x: Tensor, dtype: torch.dtype) -> Any:
+        return BasicLinear.Saved(x if x.dtype is dtype else x.to(dtype))
 
     def bwd(
         self, saved: Saved, dy: Tensor, weight: Tensor = reads_for("x"), *, env: Env, into: Into = NOWHERE
@@ -137,6 +141,7 @@ class Bias(Op):
 
     aliases = False
     grad_aliases = False
+    repeats = True
 
     def __init__(
         self,

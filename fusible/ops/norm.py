@@ -41,6 +41,7 @@ class LayerNorm(Op, torch.nn.LayerNorm):
 
     aliases = False
     grad_aliases = False
+    repeats = True
     fixed = ("eps", "zero_centered_gamma")
     zero_centered_gamma = False
 
@@ -116,6 +117,7 @@ class RMSNorm(Op, torch.nn.RMSNorm):
 
     aliases = False
     grad_aliases = False
+    repeats = True
     fixed = ("eps", "zero_centered_gamma")
     zero_centered_gamma = False
 
@@ -175,6 +177,7 @@ class QKNorm(Op):
     Source: Henry et al., "Query-Key Normalization for Transformers", 2020, with the RMS in the place of the length.
     """
 
+    repeats = True
     aliases = False
     grad_aliases = False
     fixed = ("eps", "head_dim", "heads", "kv_heads")
@@ -261,6 +264,7 @@ class L2Normalization(Op):
 
     aliases = False
     grad_aliases = False
+    repeats = True
     fixed = ("eps",)
 
     class Saved(Saved):

@@ -56,6 +56,7 @@ class Rotary(Op):
 
     num_extra_inputs = 1
     lengthwise = ("positions",)
+    repeats = True
     aliases = False
     grad_aliases = False
     fixed = ("head_dim", "heads", "base", "interleaved", "rotary_dim", "scaling")

@@ -19,6 +19,7 @@ class ConstantScale(Op):
 
     aliases = False
     grad_aliases = False
+    repeats = True
 
     class Saved(Saved):
         scale: float = reads_for("x")

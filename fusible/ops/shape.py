@@ -18,6 +18,7 @@ class Identity(Op, torch.nn.Identity):
     """`y = x`. `torch.nn.Identity`, as an op; it takes any arguments and ignores them."""
 
     grad_aliases = False
+    repeats = True
 
     def reference(self, x: Tensor) -> Tensor:
         return x
@@ -42,6 +43,7 @@ class Reshape(Op):
     """
 
     calculates = False
+    repeats = True
 
     class Saved(Saved):
         shape: tuple[int, ...] = reads_for("x")
