@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from fusible import kernels, memory, ops, rules, testing
@@ -13,12 +14,13 @@ from fusible.sequential import Sequential, use_rules
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
-    """`profile` is loaded when it is asked for."""
-    if name == "profile":
-        from fusible.profiling import profile
+#: What is loaded when it is asked for, and from where.
+_LATER = {"adapter": "fusing", "chains": "fused", "fuse": "fused", "profile": "profiling", "unfuse": "fused"}
 
-        return profile
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(importlib.import_module(f"fusible.{_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -31,8 +33,11 @@ __all__ = [
     "Saved",
     "Sequential",
     "Spec",
+    "adapter",
     "backward",
+    "chains",
     "forward",
+    "fuse",
     "info",
     "kernels",
     "memory",
@@ -42,5 +47,6 @@ __all__ = [
     "rewrite",
     "rules",
     "testing",
+    "unfuse",
     "use_rules",
 ]

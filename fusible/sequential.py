@@ -320,6 +320,20 @@ class _State:
         return (x, *[values[value] for value in self.layout.outputs])
 
 
+class Runs:
+    """The chains in a container that stays what it is: what `fusible.Sequential` would run in its place."""
+
+    def __init__(self, container: torch.nn.Module) -> None:
+        self.layout = resolve(container, (), _opens)
+        self.state = _State(self.layout, type(container).__name__)
+
+    def __call__(self, x: Tensor) -> Any:
+        """y; `None` if a tensor's type asks for the plain path."""
+        rules = DEFAULT if _in_use.rules is None else _in_use.rules
+        outs = self.state(x, (), {}, rules)
+        return None if outs is None else outs[0]
+
+
 def _has_hooks(module: torch.nn.Module) -> bool:
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any([len(hook) for hook in hooks])  # noqa: C419 - hot

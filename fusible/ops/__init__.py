@@ -11,6 +11,7 @@ from fusible.ops.extra import AddExtraInput, MakeExtraOutput
 from fusible.ops.gated import GEGLU, GLU, QGEGLU, ClampedSwiGLU, ReGLU, SiTUGLU, SReGLU, SwiGLU
 from fusible.ops.linear import BasicLinear, Bias, Linear
 from fusible.ops.norm import L2Normalization, LayerNorm, RMSNorm
+from fusible.ops.pair import PairLinear
 from fusible.ops.residual import Residual
 from fusible.ops.scale import ConstantScale
 from fusible.ops.shape import Identity, Reshape
@@ -32,6 +33,7 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "MakeExtraOutput",
+    "PairLinear",
     "RMSNorm",
     "ReGLU",
     "ReLU",

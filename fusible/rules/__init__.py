@@ -13,6 +13,7 @@ from fusible.rules.dropout_add_norm import ddropout_add_norm, dropout_add, dropo
 from fusible.rules.gated_mlp import gated_mlp
 from fusible.rules.linear_backward import dlinear_add, dlinear_scale
 from fusible.rules.linear_epilogue import linear_activation, linear_add, linear_bias, linear_scale_add
+from fusible.rules.pair import norm_pair_onepass
 from fusible.rules.recompute import (
     activation_linear_onepass,
     activation_linear_recompute,
@@ -45,6 +46,7 @@ __all__ = [
     "linear_scale_add",
     "norm_linear_onepass",
     "norm_linear_recompute",
+    "norm_pair_onepass",
 ]
 
 #: No rules: every op runs its own `fwd` and `bwd`.
@@ -64,6 +66,7 @@ DEFAULT = RuleSet(
         bias_act,
         activation_linear_onepass,
         norm_linear_onepass,
+        norm_pair_onepass,
         bias_activation,
         ddropout_add_norm,
         dlinear_add,

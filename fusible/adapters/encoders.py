@@ -1,0 +1,3 @@
+"""Adapters for encoders of `transformers`: BERT and ViT."""
+
+from __future__ import annotations

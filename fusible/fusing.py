@@ -1,0 +1,397 @@
+"""What `fuse` needs to know of a class: adapters, and the chains that they build of a module's own children.
+
+An adapter says how a module's `forward` is made of chains. It is found by the module's exact class, given as the class
+itself or as its dotted name, so that nothing is imported for it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fusible import _torch
+from fusible.borrowing import gate_of, pair, transposed
+from fusible.chain import Split, Watch
+from fusible.fuser import PLAIN_TENSORS
+from fusible.op import Op, view
+from fusible.ops import GELU, TWINS, ReLU, Residual, SiLU
+from fusible.sequential import Runs, Sequential
+
+__all__ = ["Adapter", "Chain", "Chains", "Declined", "adapter", "find", "plain_class"]
+
+
+class Declined(Exception):
+    """A module cannot be fused; the text is the reason, in the user's words."""
+
+
+class Adapter(NamedTuple):
+    """How to fuse the modules of one class."""
+
+    build: Callable[..., Any]
+    reads: frozenset[str] | None
+    needs: tuple[str, int] | None
+    alone: bool
+
+
+_ADAPTERS: dict[type | str, Adapter] = {}
+
+#: Set in the namespace of each class that `fuse` makes: the class that it stands for.
+PLAIN = "_fusible_plain"
+
+
+def adapter(
+    *kinds: type | str,
+    reads: Iterable[str] | None = None,
+    needs: tuple[str, int] | None = None,
+    alone: bool = True,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers how modules of exactly these classes are fused by `fusible.fuse`. A later one replaces an earlier.
+
+    The function is called as `build(module, chain)` and returns
+
+    - `chain(...)`, if the module's `forward(x)` is that chain of its children. Chains of other modules may then name
+      this module, and take it in;
+    - or a function, which stands for the module's `forward`, with the same arguments, and calls one or more chains.
+
+    `chain(*modules)` makes a chain of the module's own children, of `fusible.ops` and of activation functions.
+    `chain.decline(reason)` leaves the module as it is.
+
+    Args:
+        kinds: classes, or their dotted names, `"package.file.Class"`; `"*.Class"` for a class of that name anywhere.
+        reads: names that the class's `forward` uses, of attributes and globals. If they differ, its code is not the
+            code that the adapter was written for, and the module is left as it is.
+        needs: a package and its lowest major version, `("transformers", 5)`.
+        alone: whether such a module is worth fusing where no chain takes it in.
+
+    Raises `TypeError` if a kind is neither a class of modules nor a name.
+    """
+    for kind in kinds:
+        if not (isinstance(kind, str) or (isinstance(kind, type) and issubclass(kind, torch.nn.Module))):
+            raise TypeError(f"@fusible.adapter takes classes of torch.nn.Module or their dotted names, got {kind!r}")
+    names = None if reads is None else frozenset(reads)
+
+    def register(build: Callable[..., Any]) -> Callable[..., Any]:
+        for kind in kinds:
+            _ADAPTERS[kind] = Adapter(build, names, needs, alone)
+        return build
+
+    return register
+
+
+def plain_class(module: torch.nn.Module) -> type[torch.nn.Module]:
+    """The class of a module, or the one that it had before it was fused."""
+    kind = type(module)
+    return kind.__dict__.get(PLAIN, kind)
+
+
+def find(kind: type) -> Adapter | None:
+    """The adapter of exactly this class."""
+    from fusible import adapters  # noqa: F401 - registers those that are shipped
+
+    names = (kind, f"{kind.__module__}.{kind.__qualname__}", f"*.{kind.__name__}")
+    return next((_ADAPTERS[name] for name in names if name in _ADAPTERS), None)
+
+
+def build(module: torch.nn.Module, chains: Chains) -> Any:
+    """What the module's adapter returns. Raises `Declined`."""
+    kind = plain_class(module)
+    found = find(kind)
+    if found is None:
+        raise Declined(f"{kind.__name__} is not an op of fusible and has no adapter")
+    _check_code(kind, found)
+    return found.build(module, chains)
+
+
+def _check_code(kind: type, found: Adapter) -> None:
+    """Raises `Declined` if the class is not what its adapter was written for."""
+    if found.needs is not None:
+        package, lowest = found.needs
+        version = sys.modules[package].__version__ if package in sys.modules else "0"
+        if int(version.partition(".")[0]) < lowest:
+            raise Declined(f"its adapter is for {package} {lowest} or newer, this is {version}")
+    if found.reads is not None:
+        function = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
+        names = frozenset(function.__code__.co_names)
+        if names != found.reads:
+            odd = ", ".join(sorted(names ^ found.reads))
+            raise Declined(f"the forward of {kind.__name__} is not the one that its adapter knows; it differs in {odd}")
+
+
+class Choice(NamedTuple):
+    """A norm that rounds in its own way: the op that does the same in float32, and one that does it in any dtype."""
+
+    float32: Op
+    other: Op
+
+
+class Borrow(NamedTuple):
+    """Ops, and the modules whose parameters they read."""
+
+    ops: tuple[Op, ...]
+    modules: tuple[torch.nn.Module, ...]
+
+
+class Group(NamedTuple):
+    """What stands in a residual branch, as it was given."""
+
+    modules: tuple[Any, ...]
+
+
+class Chain:
+    """A chain of a module's children: `y = chain(x, *extra_inputs)`, one autograd node.
+
+    Its blocks are no children of the module and appear in no state dict.
+    """
+
+    def __init__(self, parts: list[Any], covered: list[torch.nn.Module]) -> None:
+        self.parts = parts
+        self.covered = covered
+        self.block = _block(parts, 0)
+        self.exact = _block(parts, 1) if _chooses(parts) else self.block
+
+    def __call__(self, x: Tensor, *extras: Tensor) -> Any:
+        return (self.block if x.dtype is torch.float32 else self.exact)(x, *extras)
+
+    def explain(self, x: Tensor, *extras: Tensor) -> Any:
+        """The plan for this kind of call; see `fusible.Sequential.explain`."""
+        return (self.block if x.dtype is torch.float32 else self.exact).explain(x, *extras)
+
+
+class Branch(NamedTuple):
+    """What is inside a `Residual`."""
+
+    parts: list[Any]
+
+
+def _chooses(parts: Iterable[Any]) -> bool:
+    return any(isinstance(part, Choice) or (isinstance(part, Branch) and _chooses(part.parts)) for part in parts)
+
+
+def _picked(parts: Iterable[Any], which: int) -> list[torch.nn.Module]:
+    picked: list[torch.nn.Module] = []
+    for part in parts:
+        if isinstance(part, Branch):
+            picked.append(Residual(*_picked(part.parts, which)))
+        else:
+            picked.append(part[which] if isinstance(part, Choice) else part)
+    return picked
+
+
+def _block(parts: list[Any], which: int) -> Sequential:
+    block = Sequential(*_picked(parts, which))
+    for part in block._resolve().parts:
+        if isinstance(part, Split):
+            raise Declined(f"{type(part.module).__name__}: {part.reason}")
+    return block
+
+
+#: Activations that are functions.
+FUNCTIONS: dict[Any, Callable[[], Op]] = {
+    F.relu: ReLU,
+    torch.relu: ReLU,
+    F.gelu: GELU,
+    F.silu: SiLU,
+}
+
+
+class Chains:
+    """Makes the chains of one module, and keeps what they were made from."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self.kind = plain_class(module)
+        self.watch = Watch()
+        self.watch.container(module, outermost=True)
+        self.covered: dict[int, torch.nn.Module] = {}
+        self.opened: list[torch.nn.Module] = []
+        self.parameters: list[dict[str, Any]] = [module._parameters] if module._parameters else []
+        self.chains: list[Chain] = []
+        self.notes: list[str] = []
+        self.constants: list[tuple[dict[str, Any], str, Any]] = []
+        self._parents = {
+            id(child): parent for parent in module.modules() for child in parent._modules.values() if child is not None
+        }
+
+    # -- for adapters ------------------------------------------------------------------------------------------------
+
+    def __call__(self, *modules: Any) -> Chain:
+        """A chain of these modules, ops and functions. Raises `Declined` if one of them cannot be part of it."""
+        covered: list[torch.nn.Module] = []
+        chain = Chain([part for module in modules for part in self._parts(module, covered)], covered)
+        self._cover(covered)
+        self.chains.append(chain)
+        return chain
+
+    def attempt(self, *modules: Any) -> Chain | None:
+        """`chain(*modules)`, or `None` with the reason noted for the report."""
+        try:
+            return self(*modules)
+        except Declined as reason:
+            self.notes.append(str(reason))
+            for module in modules:
+                if isinstance(module, torch.nn.Module) and not isinstance(module, Op):
+                    self.look_at(module)
+            return None
+
+    @staticmethod
+    def residual(*modules: Any) -> Group:
+        """`x + f(x)`, for a chain; like `ops.Residual`, and takes whatever a chain takes."""
+        return Group(modules)
+
+    def runs(self) -> Runs:
+        """The runs of ops in the module itself, a container; modules between them run as they are."""
+        runs = Runs(self.module)
+        if runs.layout.positional or runs.layout.outputs:
+            raise Declined("it has extra inputs or outputs, which only a fusible.Sequential serves")
+        self.watch = runs.layout.watch
+        for part in runs.layout.parts:
+            if not isinstance(part, Split):
+                self.parameters += {id(owner): owner for node in part.nodes for owner, _ in node.op.sources()}.values()
+        split = {id(part.module) for part in runs.layout.parts if isinstance(part, Split)}
+        self.covered = {id(module): module for module in self.watch.modules if id(module) not in split}
+        return runs
+
+    def gated(self, gate: torch.nn.Module, act: Any, up: torch.nn.Module) -> Borrow:
+        """`act(gate(x)) * up(x)`, for a chain: two linear layers in one pass over x, and one gated activation.
+
+        Both are `torch.nn.Linear` without biases; `act` is an activation module or function.
+        """
+        for linear in (gate, up):
+            if type(linear) is not torch.nn.Linear:
+                raise Declined(f"{self._path(linear)} is a {type(linear).__name__}, not a torch.nn.Linear")
+            if linear.bias is not None:
+                raise Declined(f"{self._path(linear)} has a bias, which the pair of projections lacks")
+        covered: list[torch.nn.Module] = []
+        acts = list(self._parts(act, covered))
+        gated = gate_of(acts[0]) if len(acts) == 1 else None
+        if gated is None:
+            raise Declined(f"there is no gated activation for {_name(act)}")
+        return Borrow((pair(gate, up), gated), (gate, *covered, up))
+
+    def transposed(self, linear: torch.nn.Module) -> Borrow:
+        """A linear layer whose `weight` is stored as [in, out], for a chain."""
+        return Borrow(tuple(transposed(linear)), (linear,))
+
+    def fixed(self, module: torch.nn.Module, *names: str) -> None:
+        """Attributes of the module that the chains were made by; if one changes, they are made again."""
+        self.constants += [(module.__dict__, name, module.__dict__.get(name)) for name in names]
+
+    def stock(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward, for calls that the chains do not cover."""
+        return self.kind.forward(self.module, *args, **kwargs)
+
+    @staticmethod
+    def decline(reason: str) -> Any:
+        """Leaves the module as it is, for this reason."""
+        raise Declined(reason)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def look_at(self, module: torch.nn.Module) -> None:
+        """Makes the fused model look again when anything changes in this module."""
+        for inner in module.modules():
+            self.watch.containers.append((inner._modules, list(inner._modules.values())))
+            self._watch(inner)
+
+    def _watch(self, module: torch.nn.Module) -> None:
+        if any(module.__dict__[name] for name in _torch.MODULE_HOOKS):
+            self.watch.hooked.append(module)
+        else:
+            self.watch.module(module)
+
+    def _parts(self, module: Any, covered: list[torch.nn.Module]) -> Iterator[Any]:
+        if isinstance(module, Choice):
+            yield module
+            return
+        if isinstance(module, Borrow):
+            for owner in module.modules:
+                self._check(owner)
+            covered += module.modules
+            yield from module.ops
+            return
+        if isinstance(module, Group) or type(module) is Residual:
+            inside = module.modules if isinstance(module, Group) else module._modules.values()
+            yield Branch([part for child in inside for part in self._parts(child, covered)])
+            return
+        if not isinstance(module, torch.nn.Module):
+            function = FUNCTIONS.get(module) if callable(module) else None
+            if function is None:
+                raise Declined(f"{_name(module)} is not a function that fusible knows; a torch.nn module may be")
+            yield function()
+            return
+        if isinstance(module, Op) and id(module) not in self._parents:
+            yield module
+            return
+        self._check(module)
+        covered.append(module)
+        yield from self._own_parts(module, covered)
+
+    def _own_parts(self, module: torch.nn.Module, covered: list[torch.nn.Module]) -> Iterator[Any]:
+        kind = plain_class(module)
+        if isinstance(module, Op):
+            yield module
+        elif kind in TWINS:
+            yield view(TWINS[kind], module)
+        elif kind is torch.nn.Sequential:
+            for child in module._modules.values():
+                yield from self._parts(child, covered)
+        else:
+            chains = Chains(module)
+            inner = build(module, chains)
+            if not isinstance(inner, Chain):
+                raise Declined(f"{kind.__name__} is more than one chain")
+            self.constants += chains.constants
+            covered += inner.covered
+            yield from inner.parts
+
+    def _check(self, module: torch.nn.Module) -> None:
+        name = plain_class(module).__name__
+        if any(_torch.GLOBAL_MODULE_HOOKS):
+            raise Declined("global module hooks are registered, and they must see each module run")
+        if any(module.__dict__[hooks] for hooks in _torch.MODULE_HOOKS):
+            raise Declined(f"{self._path(module)} ({name}) has hooks, which must see it run")
+        if "forward" in module.__dict__:
+            raise Declined(f"the forward of {self._path(module)} ({name}) was replaced")
+        for parameter_name in ("weight", "bias"):
+            if parameter_name not in module._parameters and parameter_name in dir(module):
+                raise Declined(f"{parameter_name} of {self._path(module)} ({name}) is computed, not a parameter")
+        for parameter in module._parameters.values():
+            if parameter is not None and type(parameter) not in PLAIN_TENSORS:
+                raise Declined(f"a parameter of {self._path(module)} ({name}) is a {type(parameter).__name__}")
+
+    def _path(self, module: torch.nn.Module) -> str:
+        return next((path for path, found in self.module.named_modules() if found is module), "it") or "it"
+
+    def _cover(self, covered: list[torch.nn.Module]) -> None:
+        for module in covered:
+            at = module
+            while at is not self.module:
+                if id(at) not in self._parents:
+                    name = type(module).__name__
+                    raise ValueError(f"{name} in a chain of {self.kind.__name__} is no part of it; use its own modules")
+                if id(at) not in self.covered:
+                    if at is not module:
+                        self._check(at)
+                    self._add(at)
+                at = self._parents[id(at)]
+
+    def _add(self, module: torch.nn.Module) -> None:
+        self.covered[id(module)] = module
+        self.watch.module(module)
+        if module._modules:
+            self.opened.append(module)
+            self.watch.containers.append((module._modules, list(module._modules.values())))
+        if module._parameters:
+            self.parameters.append(module._parameters)
+
+
+def _name(function: Any) -> str:
+    if isinstance(function, torch.nn.Module):
+        return type(function).__name__
+    return f"the activation {function.__name__}" if inspect.isfunction(function) else f"{function!r}"
