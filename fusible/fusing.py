@@ -267,12 +267,17 @@ class Chains:
                 raise Declined(f"{self._path(linear)} is a {type(linear).__name__}, not a torch.nn.Linear")
             if linear.bias is not None:
                 raise Declined(f"{self._path(linear)} has a bias, which the pair of projections lacks")
+        gated = self.gate(act)
+        return Borrow((pair(gate, up), *gated.ops), (gate, *gated.modules, up))
+
+    def gate(self, act: Any) -> Borrow:
+        """`act(a) * b` on the two halves `a` and `b` of the last dimension, for a chain."""
         covered: list[torch.nn.Module] = []
         acts = list(self._parts(act, covered))
         gated = gate_of(acts[0]) if len(acts) == 1 else None
         if gated is None:
             raise Declined(f"there is no gated activation for {_name(act)}")
-        return Borrow((pair(gate, up), gated), (gate, *covered, up))
+        return Borrow((gated,), tuple(covered))
 
     def transposed(self, linear: torch.nn.Module) -> Borrow:
         """A linear layer whose `weight` is stored as [in, out], for a chain."""

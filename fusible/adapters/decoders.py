@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fusible.fusing import adapter
+from fusible.fusing import adapter, plain_class
 from fusible.ops import AddExtraInput, MakeExtraOutput
 
 _FIVE = ("transformers", 5)
@@ -24,9 +24,9 @@ def _names(kind: str, models: Any) -> list[str]:
     return [f"transformers.models.{file}.modeling_{file}.{name}{kind}" for file, name in models]
 
 
-def _behind(layer: torch.nn.Module, first: str) -> Callable[[tuple, dict], dict]:
+def _behind(layer: torch.nn.Module) -> Callable[[tuple, dict], dict]:
     """Turns the arguments that follow the first one into keywords, as the layer names them."""
-    names = list(inspect.signature(type(layer).forward).parameters)[2:]  # type: ignore[arg-type]
+    names = list(inspect.signature(plain_class(layer).forward).parameters)[2:]  # type: ignore[arg-type]
 
     def named(args: tuple, kwargs: dict) -> dict:
         return {**dict(zip(names, args, strict=False)), **kwargs} if args else kwargs
@@ -57,7 +57,7 @@ def _tail(chain: Any, before: tuple, norm: Any, mlp: torch.nn.Module, after: tup
 
 def _layer(layer: torch.nn.Module, attend: Any, start: Any, tail: Any) -> Callable[..., Any]:
     """The forward of a layer whose attention takes and returns what that of Llama does."""
-    named = _behind(layer, "hidden_states")
+    named = _behind(layer)
 
     def forward(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         attended = attend(hidden_states=start(hidden_states), **named(args, kwargs))[0]
@@ -89,3 +89,79 @@ def gemma2_layer(layer, chain):
     start = chain(layer.input_layernorm)
     before, after = (layer.post_attention_layernorm,), (layer.post_feedforward_layernorm,)
     return _layer(layer, layer.self_attn, start, _tail(chain, before, layer.pre_feedforward_layernorm, layer.mlp, after))
+
+
+@adapter(*_names("MLP", (("phi3", "Phi3"),)), needs=_FIVE, reads=("gate_up_proj", "chunk", "activation_fn", "down_proj"))
+def phi3_mlp(mlp, chain):
+    """`down(up * act(gate))`, gate and up being the halves of one projection."""
+    return chain(mlp.gate_up_proj, chain.gate(mlp.activation_fn), mlp.down_proj)
+
+
+@adapter(
+    *_names("DecoderLayer", (("phi3", "Phi3"),)), needs=_FIVE,
+    reads=("input_layernorm", "self_attn", "resid_attn_dropout", "post_attention_layernorm", "mlp",
+           "resid_mlp_dropout"),
+)  # fmt: skip
+def phi3_layer(layer, chain):
+    """As Llama's, with dropout before each addition."""
+    start = chain(layer.input_layernorm)
+    before, after = (layer.resid_attn_dropout,), (layer.resid_mlp_dropout,)
+    return _layer(layer, layer.self_attn, start, _tail(chain, before, layer.post_attention_layernorm, layer.mlp, after))
+
+
+@adapter(*_names("MLP", (("gpt2", "GPT2"),)), needs=_FIVE, reads=("c_fc", "act", "c_proj", "dropout"))
+def gpt2_mlp(mlp, chain):
+    """`dropout(proj(act(fc(x))))`, the weights stored as [in, out]."""
+    return chain(mlp.c_fc, mlp.act, mlp.c_proj, mlp.dropout)
+
+
+@adapter(
+    *_names("Block", (("gpt2", "GPT2"),)), needs=_FIVE,
+    reads=("ln_1", "attn", "hasattr", "ValueError", "ln_cross_attn", "crossattention", "ln_2", "mlp"),
+)  # fmt: skip
+def gpt2_block(block, chain):
+    """Norms before attention and before the MLP; a block with cross-attention runs as it is."""
+    if "crossattention" in block._modules:
+        chain.decline("it has cross-attention")
+    start, tail, attend = chain(block.ln_1), _tail(chain, (), block.ln_2, block.mlp, ()), block.attn
+    named = _behind(block)
+
+    def forward(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        given = dict(named(args, kwargs))
+        if given.pop("encoder_hidden_states", None) is not None:
+            return chain.stock(hidden_states, *args, **kwargs)
+        given.pop("encoder_attention_mask", None)  # the stock forward gives it to cross-attention alone
+        return tail(attend(start(hidden_states), **given)[0], hidden_states)
+
+    return forward
+
+
+@adapter(*_names("MLP", (("gpt_neox", "GPTNeoX"),)), needs=_FIVE, reads=("dense_h_to_4h", "act", "dense_4h_to_h"))
+def neox_mlp(mlp, chain):
+    """`down(act(up(x)))`."""
+    return chain(mlp.dense_h_to_4h, mlp.act, mlp.dense_4h_to_h)
+
+
+@adapter(
+    *_names("Layer", (("gpt_neox", "GPTNeoX"),)), needs=_FIVE,
+    reads=("attention", "input_layernorm", "post_attention_dropout", "use_parallel_residual", "mlp",
+           "post_attention_layernorm", "post_mlp_dropout"),
+)  # fmt: skip
+def neox_layer(layer, chain):
+    """MLP and attention side by side on one residual, or one behind the other."""
+    chain.fixed(layer, "use_parallel_residual")
+    start, attend, named = chain(layer.input_layernorm), layer.attention, _behind(layer)
+    if layer.use_parallel_residual:
+        beside = chain(chain.residual(layer.post_attention_layernorm, layer.mlp, layer.post_mlp_dropout))
+        onto = chain(layer.post_attention_dropout, AddExtraInput())
+
+        def tail(attended: Any, x: Any) -> Any:
+            return onto(attended, beside(x))
+    else:
+        before, after = (layer.post_attention_dropout,), (layer.post_mlp_dropout,)
+        tail = _tail(chain, before, layer.post_attention_layernorm, layer.mlp, after)
+
+    def forward(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return tail(attend(start(hidden_states), **named(args, kwargs))[0], hidden_states)
+
+    return forward
