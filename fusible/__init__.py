@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 
 
 #: What is loaded when it is asked for, and from where.
-_LATER = {"adapter": "fusing", "chains": "fused", "fuse": "fused", "profile": "profiling", "unfuse": "fused"}
+_LATER = {"adapter": "adapting", "chains": "fused", "fuse": "fused", "profile": "profiling", "unfuse": "fused"}
 
 
 def __getattr__(name: str) -> Any:

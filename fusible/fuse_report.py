@@ -40,7 +40,7 @@ class Report:
     def add(self, path: str, kind: type, fusion: Any, again: bool = False) -> None:
         """One module that has an adapter."""
         path = path or "the model"
-        self._known |= {id(fusion.module), *fusion.covered}
+        self._known |= {id(fusion.module), *(fusion.covered if fusion.forward is not None else ())}
         if fusion.forward is None:
             self.declined.append(Row(path, kind.__name__, fusion.reason))
             return

@@ -20,9 +20,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from fusible import _torch
+from fusible.adapting import PLAIN, Declined, build, find, plain_class
 from fusible.fuse_report import Report
 from fusible.fuser import PLAIN_TENSORS
-from fusible.fusing import PLAIN, Chain, Chains, Declined, build, find, plain_class
+from fusible.fusing import Chain, Chains
 
 __all__ = ["chains", "fuse", "unfuse"]
 
@@ -51,7 +52,7 @@ class Fusion:
         self.watch = chains.watch
         self.watch.close()
         kinds = {plain_class(inner) for inner in (module, *chains.opened)}
-        self.code = [(kind, kind.forward) for kind in kinds]  # type: ignore[attr-defined]
+        self.code = [(kind, kind.forward) for kind in kinds]
         self.parameters = chains.parameters
         self.names = [tuple(parameters) for parameters in self.parameters]
         self.constants = chains.constants
@@ -75,7 +76,7 @@ class Fusion:
         if self.module is not module or not self.watch.unchanged():  # a replica shares its original's attributes
             return False
         for kind, code in self.code:
-            if kind.forward is not code:  # type: ignore[attr-defined]
+            if kind.forward is not code:
                 return False
         for attributes, name, value in self.constants:
             if attributes.get(name) != value:

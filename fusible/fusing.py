@@ -1,13 +1,8 @@
-"""What `fuse` needs to know of a class: adapters, and the chains that they build of a module's own children.
-
-An adapter says how a module's `forward` is made of chains. It is found by the module's exact class, given as the class
-itself or as its dotted name, so that nothing is imported for it.
-"""
+"""The chains that adapters build of a module's own children, and what is watched so that nothing of it goes stale."""
 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -16,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusible import _torch
+from fusible.adapting import Declined, build, plain_class
 from fusible.borrowing import gate_of, pair, transposed
 from fusible.chain import Split, Watch
 from fusible.fuser import PLAIN_TENSORS
@@ -23,104 +19,7 @@ from fusible.op import Op, view
 from fusible.ops import GELU, TWINS, ReLU, Residual, SiLU
 from fusible.sequential import Runs, Sequential
 
-__all__ = ["Adapter", "Chain", "Chains", "Declined", "adapter", "find", "plain_class"]
-
-
-class Declined(Exception):
-    """A module cannot be fused; the text is the reason, in the user's words."""
-
-
-class Adapter(NamedTuple):
-    """How to fuse the modules of one class."""
-
-    build: Callable[..., Any]
-    reads: frozenset[str] | None
-    needs: tuple[str, int] | None
-    alone: bool
-
-
-_ADAPTERS: dict[type | str, Adapter] = {}
-
-#: Set in the namespace of each class that `fuse` makes: the class that it stands for.
-PLAIN = "_fusible_plain"
-
-
-def adapter(
-    *kinds: type | str,
-    reads: Iterable[str] | None = None,
-    needs: tuple[str, int] | None = None,
-    alone: bool = True,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers how modules of exactly these classes are fused by `fusible.fuse`. A later one replaces an earlier.
-
-    The function is called as `build(module, chain)` and returns
-
-    - `chain(...)`, if the module's `forward(x)` is that chain of its children. Chains of other modules may then name
-      this module, and take it in;
-    - or a function, which stands for the module's `forward`, with the same arguments, and calls one or more chains.
-
-    `chain(*modules)` makes a chain of the module's own children, of `fusible.ops` and of activation functions.
-    `chain.decline(reason)` leaves the module as it is.
-
-    Args:
-        kinds: classes, or their dotted names, `"package.file.Class"`; `"*.Class"` for a class of that name anywhere.
-        reads: names that the class's `forward` uses, of attributes and globals. If they differ, its code is not the
-            code that the adapter was written for, and the module is left as it is.
-        needs: a package and its lowest major version, `("transformers", 5)`.
-        alone: whether such a module is worth fusing where no chain takes it in.
-
-    Raises `TypeError` if a kind is neither a class of modules nor a name.
-    """
-    for kind in kinds:
-        if not (isinstance(kind, str) or (isinstance(kind, type) and issubclass(kind, torch.nn.Module))):
-            raise TypeError(f"@fusible.adapter takes classes of torch.nn.Module or their dotted names, got {kind!r}")
-    names = None if reads is None else frozenset(reads)
-
-    def register(build: Callable[..., Any]) -> Callable[..., Any]:
-        for kind in kinds:
-            _ADAPTERS[kind] = Adapter(build, names, needs, alone)
-        return build
-
-    return register
-
-
-def plain_class(module: torch.nn.Module) -> type[torch.nn.Module]:
-    """The class of a module, or the one that it had before it was fused."""
-    kind = type(module)
-    return kind.__dict__.get(PLAIN, kind)
-
-
-def find(kind: type) -> Adapter | None:
-    """The adapter of exactly this class."""
-    from fusible import adapters  # noqa: F401 - registers those that are shipped
-
-    names = (kind, f"{kind.__module__}.{kind.__qualname__}", f"*.{kind.__name__}")
-    return next((_ADAPTERS[name] for name in names if name in _ADAPTERS), None)
-
-
-def build(module: torch.nn.Module, chains: Chains) -> Any:
-    """What the module's adapter returns. Raises `Declined`."""
-    kind = plain_class(module)
-    found = find(kind)
-    if found is None:
-        raise Declined(f"{kind.__name__} is not an op of fusible and has no adapter")
-    _check_code(kind, found)
-    return found.build(module, chains)
-
-
-def _check_code(kind: type, found: Adapter) -> None:
-    """Raises `Declined` if the class is not what its adapter was written for."""
-    if found.needs is not None:
-        package, lowest = found.needs
-        version = sys.modules[package].__version__ if package in sys.modules else "0"
-        if int(version.partition(".")[0]) < lowest:
-            raise Declined(f"its adapter is for {package} {lowest} or newer, this is {version}")
-    if found.reads is not None:
-        function = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
-        names = frozenset(function.__code__.co_names)
-        if names != found.reads:
-            odd = ", ".join(sorted(names ^ found.reads))
-            raise Declined(f"the forward of {kind.__name__} is not the one that its adapter knows; it differs in {odd}")
+__all__ = ["Borrow", "Chain", "Chains", "Choice"]
 
 
 class Choice(NamedTuple):
@@ -234,9 +133,8 @@ class Chains:
             return self(*modules)
         except Declined as reason:
             self.notes.append(str(reason))
-            for module in modules:
-                if isinstance(module, torch.nn.Module) and not isinstance(module, Op):
-                    self.look_at(module)
+            for module in _named(modules):
+                self.look_at(module)
             return None
 
     @staticmethod
@@ -303,6 +201,8 @@ class Chains:
         for inner in module.modules():
             self.watch.containers.append((inner._modules, list(inner._modules.values())))
             self._watch(inner)
+            if inner._parameters:
+                self.parameters.append(inner._parameters)
 
     def _watch(self, module: torch.nn.Module) -> None:
         if any(module.__dict__[name] for name in _torch.MODULE_HOOKS):
@@ -394,6 +294,15 @@ class Chains:
             self.watch.containers.append((module._modules, list(module._modules.values())))
         if module._parameters:
             self.parameters.append(module._parameters)
+
+
+def _named(given: Iterable[Any]) -> Iterator[torch.nn.Module]:
+    """The modules that were given for a chain."""
+    for module in given:
+        if isinstance(module, Group | Borrow):
+            yield from _named(module.modules)
+        elif isinstance(module, torch.nn.Module):
+            yield module
 
 
 def _name(function: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fusible.fusing import adapter, plain_class
+from fusible.adapting import adapter, plain_class
 from fusible.ops import AddExtraInput, MakeExtraOutput
 
 _FIVE = ("transformers", 5)
@@ -26,7 +26,7 @@ def _names(kind: str, models: Any) -> list[str]:
 
 def _behind(layer: torch.nn.Module) -> Callable[[tuple, dict], dict]:
     """Turns the arguments that follow the first one into keywords, as the layer names them."""
-    names = list(inspect.signature(plain_class(layer).forward).parameters)[2:]  # type: ignore[arg-type]
+    names = list(inspect.signature(plain_class(layer).forward).parameters)[2:]
 
     def named(args: tuple, kwargs: dict) -> dict:
         return {**dict(zip(names, args, strict=False)), **kwargs} if args else kwargs
@@ -88,10 +88,14 @@ def gemma2_layer(layer, chain):
     """Norms before and behind each of the two."""
     start = chain(layer.input_layernorm)
     before, after = (layer.post_attention_layernorm,), (layer.post_feedforward_layernorm,)
-    return _layer(layer, layer.self_attn, start, _tail(chain, before, layer.pre_feedforward_layernorm, layer.mlp, after))
+    return _layer(
+        layer, layer.self_attn, start, _tail(chain, before, layer.pre_feedforward_layernorm, layer.mlp, after)
+    )
 
 
-@adapter(*_names("MLP", (("phi3", "Phi3"),)), needs=_FIVE, reads=("gate_up_proj", "chunk", "activation_fn", "down_proj"))
+@adapter(
+    *_names("MLP", (("phi3", "Phi3"),)), needs=_FIVE, reads=("gate_up_proj", "chunk", "activation_fn", "down_proj")
+)
 def phi3_mlp(mlp, chain):
     """`down(up * act(gate))`, gate and up being the halves of one projection."""
     return chain(mlp.gate_up_proj, chain.gate(mlp.activation_fn), mlp.down_proj)
@@ -155,8 +159,10 @@ def neox_layer(layer, chain):
         beside = chain(chain.residual(layer.post_attention_layernorm, layer.mlp, layer.post_mlp_dropout))
         onto = chain(layer.post_attention_dropout, AddExtraInput())
 
-        def tail(attended: Any, x: Any) -> Any:
+        def both(attended: Any, x: Any) -> Any:
             return onto(attended, beside(x))
+
+        tail: Callable[[Any, Any], Any] = both
     else:
         before, after = (layer.post_attention_dropout,), (layer.post_mlp_dropout,)
         tail = _tail(chain, before, layer.post_attention_layernorm, layer.mlp, after)

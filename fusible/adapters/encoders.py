@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fusible.fusing import adapter
+from fusible.adapting import adapter
 from fusible.ops import AddExtraInput
 
 _FIVE = ("transformers", 5)
@@ -52,9 +52,7 @@ def bert_layer(layer, chain):
     return forward
 
 
-@adapter(
-    _BERT + "BertPredictionHeadTransform", needs=_FIVE, reads=("dense", "transform_act_fn", "LayerNorm")
-)
+@adapter(_BERT + "BertPredictionHeadTransform", needs=_FIVE, reads=("dense", "transform_act_fn", "LayerNorm"))
 def bert_head(module, chain):
     """`norm(act(dense(x)))`."""
     chain.fixed(module, "transform_act_fn")
@@ -67,9 +65,7 @@ def vit_mlp(mlp, chain):
     return chain(mlp.fc1, mlp.activation_fn, mlp.fc2)
 
 
-@adapter(
-    _VIT + "ViTLayer", needs=_FIVE, reads=("layernorm_before", "attention", "dropout", "layernorm_after", "mlp")
-)
+@adapter(_VIT + "ViTLayer", needs=_FIVE, reads=("layernorm_before", "attention", "dropout", "layernorm_after", "mlp"))
 def vit_layer(layer, chain):
     """Norms before attention and before the MLP, one dropout module behind both."""
     start, attend = chain(layer.layernorm_before), layer.attention

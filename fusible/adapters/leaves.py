@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fusible.adapting import adapter
 from fusible.borrowing import borrow
-from fusible.fusing import Choice, adapter
+from fusible.fusing import Choice
 from fusible.op import Op
 from fusible.ops import GELU, QGELU, RMSNorm, SiLU, SReLU
 
@@ -26,6 +27,7 @@ class _Rounding(Op):
 
     aliases = False
     grad_aliases = False
+    eps: float
 
     def statistics(self, x: Tensor) -> Tensor:
         """x, normalised, in float32."""
@@ -51,7 +53,7 @@ def _norm(norm: torch.nn.Module, chain: Any, eps: str, other: type[Op], zero_cen
     chain.fixed(norm, eps)
     options = {"eps": norm.__dict__[eps]}
     affine = {"elementwise_affine": True, "zero_centered_gamma": zero_centered}
-    shape = tuple(norm.weight.shape)  # type: ignore[union-attr, arg-type]
+    shape = tuple(norm.weight.shape)  # type: ignore[arg-type]
     fast = borrow(RMSNorm, norm, normalized_shape=shape, **options, **affine)
     return chain(Choice(fast, borrow(other, norm, **options)))
 

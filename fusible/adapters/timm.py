@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusible.fusing import adapter
+from fusible.adapting import adapter
 
 
 @adapter("*.Mlp", reads=("fc1", "act", "drop1", "norm", "fc2", "drop2"))

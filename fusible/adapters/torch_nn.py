@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusible.adapting import adapter
 from fusible.chain import Chain as Run
 from fusible.fuser import PLAIN_TENSORS
-from fusible.fusing import adapter
 from fusible.ops import AddExtraInput, MakeExtraOutput
 
 

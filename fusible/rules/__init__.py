@@ -13,7 +13,7 @@ from fusible.rules.dropout_add_norm import ddropout_add_norm, dropout_add, dropo
 from fusible.rules.gated_mlp import gated_mlp
 from fusible.rules.linear_backward import dlinear_add, dlinear_scale
 from fusible.rules.linear_epilogue import linear_activation, linear_add, linear_bias, linear_scale_add
-from fusible.rules.pair import norm_pair_onepass
+from fusible.rules.pair import norm_pair_onepass, norm_pair_recompute
 from fusible.rules.recompute import (
     activation_linear_onepass,
     activation_linear_recompute,
@@ -47,6 +47,7 @@ __all__ = [
     "norm_linear_onepass",
     "norm_linear_recompute",
     "norm_pair_onepass",
+    "norm_pair_recompute",
 ]
 
 #: No rules: every op runs its own `fwd` and `bwd`.
@@ -78,4 +79,4 @@ DEFAULT = RuleSet(
 
 #: `DEFAULT`, and the outputs of activations and norms computed again in backward instead of kept, also where that takes
 #: a pass of its own. `gated_mlp`, which computes a GEMM again, is in no set: put it in front of one.
-LEAN = RuleSet((activation_linear_recompute, norm_linear_recompute)) + DEFAULT
+LEAN = RuleSet((activation_linear_recompute, norm_linear_recompute, norm_pair_recompute)) + DEFAULT

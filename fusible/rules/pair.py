@@ -1,4 +1,7 @@
-"""Backward: two linear layers behind a norm compute their input, the norm's output, again instead of keeping it."""
+"""Backward: two linear layers behind a norm compute their input, the norm's output, again instead of keeping it.
+
+In `LEAN` always, in `DEFAULT` where one kernel gives both, as in `recompute`.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,11 @@ from fusible.op import Grads, reads_for
 from fusible.ops import LayerNorm, MakeExtraOutput, PairLinear, RMSNorm
 from fusible.rule import backward
 
-__all__ = ["norm_pair_onepass"]
+__all__ = ["norm_pair_onepass", "norm_pair_recompute"]
 
 
 @backward(forgets=("pair.x",), aliases=False)
-def norm_pair_onepass(
+def norm_pair_recompute(
     out: MakeExtraOutput | None, norm: RMSNorm | LayerNorm, pair: PairLinear, /,
     out_saved, norm_saved, pair_saved, dy, d_extra=None,
     gain=reads_for("x", "pair.first", "pair.second"), shift=reads_for("pair.first", "pair.second"),
@@ -33,12 +36,19 @@ def norm_pair_onepass(
     return Grads(dx, norm=gradients, pair={"first": da, "second": db})
 
 
-@norm_pair_onepass.requires
+@norm_pair_recompute.requires
 def _(out, norm, pair, env):
     needs = env.needs.pair
     yield needs.first or needs.second, "both weights are frozen, so their input is not kept anyway"
     yield env.needs.x, "x wants no gradient, so the norm's own backward would do no more than its weight's"
     same = env.dtype == env.out_dtype == pair.first.dtype == pair.second.dtype
     yield same, f"x is {env.dtype}, the weight {pair.first.dtype} and the result {env.out_dtype}: use one dtype"
+
+
+norm_pair_onepass = norm_pair_recompute.renamed("norm_pair_onepass")
+
+
+@norm_pair_onepass.requires
+def _(out, norm, pair, env):
     native = kernels.dnorm_recompute.native(env)
     yield native, "no kernel here gives gradient and output in one pass; rules.LEAN does it in two"
