@@ -109,6 +109,15 @@ def direct_apply(function: type[torch.autograd.Function]) -> Any:
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
+def will_accumulate(parameter: torch.Tensor) -> bool | None:
+    """Inside of backward: whether this pass adds a gradient to a leaf; `None` where it returns it (`autograd.grad`)."""
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return None
+
+
 def cpu_capabilities() -> dict[str, Any]:
     """What this CPU can do, by name (`avx512_bf16`, ...); empty where torch does not say."""
     found = getattr(torch.cpu, "get_capabilities", None)

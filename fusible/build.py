@@ -8,6 +8,7 @@ package around it.
 from __future__ import annotations
 
 import concurrent.futures
+import hashlib
 import importlib.util
 import os
 import pathlib
@@ -20,10 +21,8 @@ import tempfile
 SOURCES = pathlib.Path(__file__).parent / "csrc"
 LIBRARY = pathlib.Path(__file__).parent / "_kernels.so"
 
-#: Loops, compiled per instruction set; operators, compiled once.
-LOOPS = ("activation.cpp", "dropout.cpp", "gated.cpp", "loops.cpp", "norm.cpp")
-OPERATORS = ("activation_ops.cpp", "dropout_ops.cpp", "gated_ops.cpp", "library.cpp", "memory.cpp", "norm_ops.cpp")
-
+#: Files without loops that belong to no family.
+PLAIN = ("library", "memory")
 #: GCC turns a clamp's branches into precomputed denormals, which are slow (docs/measured.md); the last two keep it
 #: from that.
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-fopenmp-simd", "-ffp-contract=fast", "-fno-math-errno",
@@ -38,6 +37,22 @@ OLDEST_TORCH = (2, 11)
 TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000"
 #: For `make sanitize`.
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-omit-frame-pointer", "-g1", "-O1")
+
+
+def operators() -> list[str]:
+    """The files with operators, compiled once; those with loops are compiled per instruction set."""
+    return sorted(path.name for path in SOURCES.glob("*.cpp") if path.stem.endswith("_ops") or path.stem in PLAIN)
+
+
+def loops() -> list[str]:
+    """The files with loops."""
+    return sorted({path.name for path in SOURCES.glob("*.cpp")} - set(operators()))
+
+
+def digest() -> int:
+    """What the kernels are built from, as a number, to tell a library that was built from other sources."""
+    texts = [path.name.encode() + path.read_bytes() for path in sorted(SOURCES.glob("*.*"))]
+    return int.from_bytes(hashlib.sha256(b"".join(texts)).digest()[:7], "little")
 
 
 class BuildError(Exception):
@@ -103,13 +118,13 @@ def _compilations(folder: str, extra_flags: tuple[str, ...]) -> dict[str, list[s
     flags = [*FLAGS, *(GCC_FLAGS if gcc else ()), *extra_flags, TARGET, *(["-DFUSIBLE_X86"] if x86 else [])]
     commands = {}
     for isa, isa_flags in (X86_SETS if x86 else {"base": ()}).items():
-        for source in LOOPS:
+        for source in loops():
             made = ["-c", str(SOURCES / source), "-o", f"{folder}/{isa}_{source}.o"]
             commands[f"{source} for {isa}"] = [cxx, *flags, *isa_flags, f"-DFUSIBLE_ISA={isa}", *made]
     includes = [f"-I{path}" for path in include_paths()]
-    for source in OPERATORS:
+    for source in operators():
         made = ["-c", str(SOURCES / source), "-o", f"{folder}/{source}.o"]
-        commands[source] = [cxx, *flags, *includes, *made]
+        commands[source] = [cxx, *flags, *includes, f"-DFUSIBLE_SOURCES={digest()}", *made]
     return commands
 
 

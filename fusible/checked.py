@@ -9,14 +9,14 @@ import torch
 
 from fusible._torch import shares_memory
 from fusible.op import Grads, Op, Out, Saved, has_kernels
-from fusible.plan import Plan, Step
+from fusible.plan import Plan, Step, made_by
 
 __all__ = ["checked_backward", "checked_forward"]
 
 
 def checked_forward(step: Step, plan: Plan, want_records: bool) -> Callable[..., Out]:
     """The step's function, raising `TypeError` where its `Out` breaks the contract."""
-    made = [step.nodes[-1].outs[0], *(value for node in step.nodes for value in node.outs[1:])]
+    made = made_by(step)
     slots = {"saved": step.nodes[0]} if step.rule is None else _present(step)
 
     def run(*args: Any) -> Out:
@@ -113,8 +113,8 @@ def check_memory(
 def checked_backward(step: Step, plan: Plan) -> Callable[..., Grads]:
     """The step's function, raising `TypeError` where its `Grads` break the contract."""
 
-    def run(*args: Any) -> Grads:
-        grads = step.function(*args)
+    def run(*args: Any, **into: Any) -> Grads:
+        grads = step.function(*args, **into)
         if not isinstance(grads, Grads):
             raise TypeError(f"{step}: backward must return Grads(dx, ...), got {type(grads).__name__}")
         count = 1 + (step.rule.num_extras if step.rule else len(step.nodes[0].ins) - 1)

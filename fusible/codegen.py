@@ -13,7 +13,7 @@ import torch
 from fusible.chain import Node
 from fusible.graph_op import GraphSaved
 from fusible.op import Saved, has_kernels
-from fusible.plan import Plan, Step, params_read_by
+from fusible.plan import Plan, Step, made_by, params_read_by
 
 __all__ = ["Function", "backward_function", "forward_function"]
 
@@ -49,7 +49,7 @@ def records(plan: Plan) -> list[Node]:
 
 
 def forward_function(plan: Plan, want_records: bool) -> Function:
-    """`run(*inputs, *params) -> (outputs, records)`, records as a list."""
+    """`run(*inputs, *params) -> (outputs, records)`, records as a list; what crosses cuts comes behind the outputs."""
     kept = {id(node) for node in records(plan)} if want_records else set()
     lines = [f"def run({', '.join(f'v{value}' for value in plan.inputs)}):"]
     names: dict[str, Any] = {}
@@ -57,7 +57,7 @@ def forward_function(plan: Plan, want_records: bool) -> Function:
     last_use = _last_uses(plan)
     for number, step in enumerate(plan.forward_steps):
         steps[f"f{number}"] = step
-        values = [f"v{value}" for value in _made(step)]
+        values = [f"v{value}" for value in made_by(step)]
         lines.append(f"    # {_comment(step)}")
         lines.append(f"    o = f{number}({', '.join(_forward_arguments(plan, step))})")
         lines.append(f"    {', '.join(values)}, = o.values")
@@ -67,7 +67,7 @@ def forward_function(plan: Plan, want_records: bool) -> Function:
         dead = [f"v{value}" for value in last_use.get(number, ())]
         if dead:
             lines.append(f"    del {', '.join(dead)}")
-    outputs = "".join(f"v{value}, " for value in plan.outputs)
+    outputs = "".join(f"v{value}, " for value in (*plan.outputs, *plan.crossing_sources))
     kept_names = ", ".join(f"r{plan.index(node)}" for node in records(plan) if id(node) in kept)
     lines.append(f"    return ({outputs}), [{kept_names}]")
     return Function(lines, names, steps)
@@ -83,11 +83,6 @@ def _slots(step: Step) -> list[tuple[str, Node]]:
     if step.rule is None:
         return [("saved", step.nodes[0])]
     return [(slot.name, node) for slot, node in zip(step.rule.slots, step.slots, strict=True) if node is not None]
-
-
-def _made(step: Step) -> list[int]:
-    """The values that a forward step makes: the stream, then the extra outputs in order."""
-    return [step.nodes[-1].outs[0], *(value for node in step.nodes for value in node.outs[1:])]
 
 
 def _forward_arguments(plan: Plan, step: Step) -> list[str]:
@@ -128,13 +123,14 @@ def _last_uses(plan: Plan) -> dict[int, list[int]]:
     """Per forward step: the values that are not used after it, and do not leave."""
     last: dict[int, int] = {}
     for number, step in enumerate(plan.forward_steps):
-        for value in _made(step):
+        for value in made_by(step):
             last[value] = number
         taken = (step.nodes[0].ins[0], *(v for node in step.nodes for v in node.ins[1:]))
         last.update((value, number) for value in taken if value is not None)
+    leaving = (*plan.outputs, *plan.crossing_sources)
     dead: dict[int, list[int]] = {}
     for value, number in last.items():
-        if value not in plan.outputs:
+        if value not in leaving:
             dead.setdefault(number, []).append(value)
     return dead
 
@@ -145,7 +141,8 @@ def _last_uses(plan: Plan) -> dict[int, list[int]]:
 def backward_function(plan: Plan, arriving: Sequence[bool]) -> Function:
     """`run(douts, records, params) -> gradients of plan's inputs and parameters that are wanted`, in order.
 
-    `douts` has one entry per output, `params` the parameters of `plan.read`.
+    `douts` has one entry per output, `params` the parameters of `plan.read`. Where gradients are accumulated there is
+    a fourth argument, their buffers in order of value; a gradient that is its buffer has been added to it.
     """
     return _Backward(plan, arriving).function()
 
@@ -153,12 +150,18 @@ def backward_function(plan: Plan, arriving: Sequence[bool]) -> Function:
 class _Backward:
     def __init__(self, plan: Plan, arriving: Sequence[bool]) -> None:
         self.plan = plan
-        self.lines = ["def run(douts, records, params):"]
+        buffers = sorted(plan.accumulated.intersection(plan.inputs))
+        none = f", buffers=({'None, ' * len(buffers)})" if buffers else ""
+        self.lines = [f"def run(douts, records, params{none}):"]
+        if buffers:
+            self.lines.append(f"    {', '.join(f'm{value}' for value in buffers)}, = buffers")
         self.names: dict[str, Any] = {}
         self.steps: dict[str, Step] = {}
         self.parts: dict[int, list[str]] = {}  # per value: the variables that hold parts of its gradient
         self.places = {id(node): place for place, node in enumerate(records(plan))}
         self.arriving = arriving
+        uses = [value for values in plan.params.values() for value in values]
+        self.once = {value for value in plan.accumulated if uses.count(value) == 1}
         dtypes = set(plan.dtypes.values())
         self.mixed = len([dtype for dtype in dtypes if dtype is None or dtype.is_floating_point]) > 1
 
@@ -191,7 +194,7 @@ class _Backward:
         name = f"b{len(self.steps)}"
         self.steps[name] = step
         self.lines.append(f"    # {_comment(step)}")
-        self.lines.append(f"    g = {name}({', '.join([*call, *self._params(step)])})")
+        self.lines.append(f"    g = {name}({', '.join([*call, *self._params(step), *self._into(step)])})")
         self._take(step)
         used = [g for g in gradients if g != "None"]
         self.lines.append(f"    del {', '.join(['g', *dict.fromkeys(used)])}")
@@ -240,6 +243,15 @@ class _Backward:
                 names[position] = f"v{value}"
         return names
 
+    def _into(self, step: Step) -> list[str]:
+        """The buffers that the step may add gradients to; none for a parameter that other steps have gradients of."""
+        entries = []
+        for slot, node in _slots(step) if step.takes_into else ():
+            params = zip(type(node.op).signature.params, self.plan.params[self.plan.index(node)], strict=True)
+            prefix = f"{slot}." if step.rule else ""
+            entries += [f'"{prefix}{name}": m{value}' for name, value in params if value in self.once]
+        return [f"into={{{', '.join(entries)}}}"] if entries else []
+
     def _take(self, step: Step) -> None:
         """Takes the wanted gradients out of `g`."""
         plan = self.plan
@@ -259,7 +271,7 @@ class _Backward:
         parts.append(name)
         self.lines.append(f"    {name} = {expression}")
         dtype = self.plan.dtypes[value]
-        if self.mixed and dtype is not None:
+        if self.mixed and dtype is not None and value not in self.plan.accumulated:
             self.names["cast"] = _cast
             self.names[f"t{value}"] = dtype
             self.lines.append(f"    {name} = cast({name}, t{value})")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from fusible.codegen import backward_function, forward_function, records
 from fusible.graph_op import GraphSaved, check_replayed
 from fusible.infer import Specs
 from fusible.plan import Plan, Step
+from fusible.segments import num_inputs, segments
 
 __all__ = ["Executable"]
 
@@ -37,6 +38,16 @@ def observed(observe: Callable[[str, Step], Callable[..., Any]]) -> Iterator[Non
         CHECK_ALWAYS, OBSERVE = before
 
 
+class Segment(NamedTuple):
+    """A part of a plan that is an autograd node of its own. Places count the plan's inputs, its outputs, what
+    crosses."""
+
+    executable: Executable
+    takes: list[int]
+    gives: list[int]
+    num_records: int
+
+
 class Executable:
     """A plan with its generated functions, and what the autograd node must know of it."""
 
@@ -45,14 +56,49 @@ class Executable:
         self.num_inputs = num_inputs
         self.constant = [place for place, depends in enumerate(plan.differentiable) if not depends]
         self.trains = any(plan.differentiable)
-        self.forward = forward_function(plan, want_records=self.trains)
         self.wanted = [place for place, value in enumerate(plan.inputs) if value in plan.wanted]
         self.read = [plan.inputs.index(value) for value in plan.read]
+        self.accumulating = self._accumulating()
         self.fixed = [source for node in plan.nodes for source in node.op.option_sources()]
         self.shapes: set[tuple] = set()
         self.checked = False
         self.backwards: dict[tuple[bool, ...], list] = {}
         self._find_aliases()
+        self.segments = self._segments() if plan.cuts else []
+        self.crossed: list[int] = []  # which inputs of a segment earlier ones make
+
+    @functools.cached_property
+    def forward(self) -> Any:
+        return forward_function(self.plan, want_records=self.trains)
+
+    def _accumulating(self) -> list[tuple[int, int, str]]:
+        """For each parameter whose gradient is accumulated: its place among `wanted` and among the inputs, its name."""
+        plan = self.plan
+        names = {value: f"{name} of {node}" for node in reversed(plan.nodes) for name, value in plan.gradients(node)}
+        places = [(at, place, plan.inputs[place]) for at, place in enumerate(self.wanted)]
+        found = [(value, at, place) for at, place, value in places if value in plan.accumulated]
+        return [(at, place, names[value]) for value, at, place in sorted(found)]
+
+    def _segments(self) -> list[Segment]:
+        """The parts of a plan that is cut, each an autograd node of its own."""
+        plan = self.plan
+        behind = len(plan.inputs), len(plan.inputs) + len(plan.outputs)
+        pool = {value: place for place, value in enumerate(plan.inputs)}
+        pool.update((value, behind[1] + place) for place, value in enumerate(plan.crossing))
+        result = []
+        first = 0
+        for part in segments(plan):
+            executable = Executable(part, num_inputs(plan, part))
+            count = len(records(part))
+            executable.exposed = [(place - first, took, made) for place, took, made in self.exposed
+                                  if first <= place < first + count]  # fmt: skip
+            executable.crossed = [at for at, value in enumerate(part.inputs) if value in plan.crossing]
+            takes = [pool[value] for value in part.inputs]
+            gives = [behind[0] + place for place, value in enumerate(plan.outputs) if value in part.outputs]
+            gives += [pool[value] for value in part.outputs[len(gives) :]]
+            result.append(Segment(executable, takes, gives, count))
+            first += count
+        return result
 
     def _find_aliases(self) -> None:
         """Which values may share memory, from what ops and rules declare."""
@@ -116,22 +162,28 @@ class Executable:
             return self.forward.bind(functools.partial(OBSERVE, "forward"))(*flat)
         check = self.forward.bind(lambda step: checked_forward(step, self.plan, self.trains))
         result = check(*flat)
-        check_memory(self.plan, self.exposed, flat[: self.num_inputs], *result)
+        outs = result[0][: len(self.plan.outputs)]
+        check_memory(self.plan, self.exposed, flat[: self.num_inputs], outs, result[1])
         self.checked = True
         return result
 
-    def backward(self, arriving: tuple[bool, ...], douts: tuple, recs: list, params: Sequence[Tensor]) -> tuple:
-        """The gradients of `wanted`, by the function for these arriving gradients; frees the records in `recs`."""
+    def backward(
+        self, arriving: tuple[bool, ...], douts: tuple, recs: list, params: Sequence[Tensor], *buffers: Sequence
+    ) -> tuple:
+        """The gradients of `wanted`, by the function for these arriving gradients; frees the records in `recs`.
+
+        `buffers`, one sequence, comes where gradients are accumulated, in order of `accumulating`.
+        """
         found = self.backwards.get(arriving)
         if found is None:
             found = self.backwards[arriving] = [backward_function(self.plan, arriving), False]
         function, checked = found
         if checked and not CHECK_ALWAYS:
-            return function.run(douts, recs, params)
+            return function.run(douts, recs, params, *buffers)
         if OBSERVE is not None and checked:
-            return function.bind(functools.partial(OBSERVE, "backward"))(douts, recs, params)
+            return function.bind(functools.partial(OBSERVE, "backward"))(douts, recs, params, *buffers)
         check = function.bind(lambda step: checked_backward(step, self.plan))
-        result = check(douts, recs, params)
+        result = check(douts, recs, params, *buffers)
         found[1] = True
         return result
 

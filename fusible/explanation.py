@@ -250,6 +250,7 @@ def _explain_chain(
         with mode, torch.no_grad():
             fakes = [*inputs, *[None if t is None else _fake(mode, t) for t in flat[len(inputs) :]]]
             outs, recs = executable.forward.bind(forward.watch)(*fakes)
+            outs = outs[: len(plan.outputs)]
     except Exception:
         outs, recs = None, None
     if executable.trains:
@@ -300,9 +301,9 @@ class _Calls:
         self.known = True
 
     def watch(self, step: Step) -> Any:
-        def run(*args: Any) -> Any:
+        def run(*args: Any, **into: Any) -> Any:
             with record_calls() as calls:
-                result = step.function(*args)
+                result = step.function(*args, **into)
             self.calls[id(step)] = [f"{name} ({backend})" for name, backend in calls]
             return result
 
@@ -352,6 +353,11 @@ def _strangers(plan: Plan) -> tuple[str, ...]:
 
 def _notes(plan: Plan) -> tuple[str, ...]:
     notes = [f"rewritten: {text}" for text in plan.rewritten]
+    if plan.cuts:
+        starts = ", ".join(_path(plan.nodes[cut.start]) for cut in plan.cuts)
+        notes.append(
+            f"{len(plan.cuts) + 1} autograd nodes, so that gradients leave early; a new one begins at {starts}"
+        )
     if not plan.call_rules:
         notes.append("no rules: every op runs its own fwd and bwd")
     skipped = [_path(node) for node in plan.skipped]

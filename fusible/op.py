@@ -25,10 +25,11 @@ it backwards from that alone (`bwd`). `reference` is enough; the other two are w
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -237,8 +238,12 @@ class Op(torch.nn.Module):
     aliases: ClassVar[bool] = True
     #: Whether gradients may be views of incoming gradients (or one the other); handing one on as it is is no view.
     grad_aliases: ClassVar[bool] = True
+    #: Whether every output is x itself.
+    hands_on: ClassVar[bool] = False
     #: Attributes that `bwd` or `replay` reads as `fwd` did, and no record holds: changed in between, backward raises.
     fixed: ClassVar[tuple[str, ...]] = ()
+    #: Whether gradients of parameters are added to each parameter's `main_grad` (docs/main-grad.md).
+    accumulate_into_main_grad: bool = False
     #: Whether extra outputs whose channel is read inside the block go to the caller as well.
     keep: bool = False
     Saved: ClassVar[type[Saved]] = Saved
@@ -304,6 +309,11 @@ class Op(torch.nn.Module):
         return self.reference(x, *extras, *(getattr(self, name) for name in self.signature.params))
 
 
+Into = Mapping[str, Tensor | None]
+#: What a `bwd` or backward rule gets as `into` by default: no buffer for any gradient.
+NOWHERE: Into = MappingProxyType({})
+
+
 def has_kernels(kind: type[Op]) -> bool:
     """Whether the op wrote `fwd` and `bwd` (else the fuser differentiates `reference`)."""
     return kind.fwd is not Op.fwd
@@ -359,13 +369,17 @@ def _check_arguments(kind: type[Op], method: str, wanted: list[str]) -> None:
             f"write {method}(self, {', '.join(wanted)})"
         )
     keywords = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
-    if keywords - {"env"}:
-        raise TypeError(f"{kind.__name__}.{method} may take the keyword env alone, got {', '.join(sorted(keywords))}")
+    allowed = {"env", "into"} if method == "bwd" else {"env"}
+    if keywords - allowed:
+        raise TypeError(
+            f"{kind.__name__}.{method} may take the keyword {' and '.join(sorted(allowed))} alone, got "
+            f"{', '.join(sorted(keywords))}"
+        )
 
 
-def takes_env(function: Any) -> bool:
-    """Whether a `fwd`, `bwd` or rule wants the keyword `env`."""
-    return "env" in inspect.signature(function).parameters
+def takes(function: Any, keyword: str) -> bool:
+    """Whether a `fwd` or `bwd` wants the keyword `env` or `into`."""
+    return keyword in inspect.signature(function).parameters
 
 
 def view(kind: type[Op], module: torch.nn.Module) -> Any:

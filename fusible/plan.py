@@ -12,7 +12,7 @@ from fusible.chain import Chain, Node
 from fusible.op import Env, bwd_reads
 from fusible.rule import Miss, Rule, RuleSet
 
-__all__ = ["Call", "Plan", "Step", "params_read_by"]
+__all__ = ["Call", "Cut", "Plan", "Step", "made_by", "params_read_by"]
 
 
 class Call(NamedTuple):
@@ -39,6 +39,7 @@ class Step:
     slots: tuple[Node | None, ...]
     env: Env
     function: Callable[..., Any]
+    takes_into: bool = False  # whether it adds gradients of parameters to buffers that it is given
 
     @property
     def name(self) -> str:
@@ -47,6 +48,17 @@ class Step:
     def __str__(self) -> str:
         ops = ", ".join(str(node) for node in self.nodes)
         return f"rule {self.rule.name} on {ops}" if self.rule else ops
+
+
+class Cut(NamedTuple):
+    """A place between two autograd nodes: the first op behind it, the values that cross it, and where forward has each.
+
+    A forward step may cover ops on both sides and make a value under the number that it has behind a `MakeExtraOutput`.
+    """
+
+    start: int
+    values: tuple[int, ...]
+    sources: tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -72,10 +84,12 @@ class Plan:
     wanted: frozenset[int] = frozenset()  # values whose gradient is wanted
     kept: dict[int, tuple[str, ...]] = field(default_factory=dict)  # per node index: record fields kept for backward
     read: tuple[int, ...] = ()  # parameter values that backward reads
+    accumulated: frozenset[int] = frozenset()  # parameter values whose gradient is added to their main_grad
     forward_steps: tuple[Step, ...] = ()
     backward_steps: tuple[Step, ...] = ()  # in chain order; they run from the last to the first
     op_by_op: dict[Step, tuple[Step, ...]] = field(default_factory=dict)  # for rules whose gradients may not all arrive
     dtypes: dict[int, torch.dtype | None] = field(default_factory=dict)  # per value, None where unknown
+    cuts: tuple[Cut, ...] = ()  # places at which a long chain becomes several autograd nodes
     rewritten: tuple[str, ...] = ()
     misses: tuple[tuple[str, Miss, tuple[Node, ...]], ...] = ()
 
@@ -96,6 +110,19 @@ class Plan:
         return frozenset(name for name, value in self.gradients(node) if value in self.wanted)
 
     @property
+    def crossing(self) -> tuple[int, ...]:
+        """The values that go from one autograd node of this plan to another."""
+        return tuple(self._crossing())
+
+    @property
+    def crossing_sources(self) -> tuple[int, ...]:
+        """For each value of `crossing`: the one that forward has in its place."""
+        return tuple(self._crossing().values())
+
+    def _crossing(self) -> dict[int, int]:
+        return {value: source for cut in self.cuts for value, source in zip(cut.values, cut.sources, strict=True)}
+
+    @property
     def live(self) -> list[Node]:
         """The nodes that need a backward."""
         return [node for node in self.nodes if self.needs(node)]
@@ -104,6 +131,11 @@ class Plan:
     def differentiable(self) -> tuple[bool, ...]:
         """For each output: whether it depends on something whose gradient is wanted."""
         return tuple(value in self.wanted for value in self.outputs)
+
+
+def made_by(step: Step) -> list[int]:
+    """The values that a forward step makes: the stream, then the extra outputs in order."""
+    return [step.nodes[-1].outs[0], *(value for node in step.nodes for value in node.outs[1:])]
 
 
 def params_read_by(plan: Plan, step: Step) -> list[tuple[int, int]]:

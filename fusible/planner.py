@@ -13,9 +13,10 @@ from typing import Any
 from fusible.chain import Chain, Node
 from fusible.graph_op import graph_bwd, graph_fwd
 from fusible.infer import Specs
-from fusible.op import Env, Names, Op, check_kind, has_kernels, takes_env
+from fusible.op import Env, Names, Op, check_kind, has_kernels, takes
 from fusible.plan import Call, Plan, Step, params_read_by
 from fusible.rule import BACKWARD, FORWARD, REWRITE, Match, Miss, cover
+from fusible.segments import find_cuts
 
 __all__ = ["make_plan"]
 
@@ -42,6 +43,7 @@ def make_plan(chain: Chain, sources: Sequence[tuple[dict, str]], call: Call) -> 
         builder.find_wanted()
     builder.cover_backward()
     builder.cover_forward()
+    builder.cut()
     return plan
 
 
@@ -134,10 +136,18 @@ class _Builder:
             steps.append(step)
         plan.backward_steps = tuple(steps)
         plan.read = self._params_read(steps)
+        accumulating = [node for node in live if node.op.accumulate_into_main_grad]
+        params = {value for node in accumulating for value in plan.params[plan.index(node)]}
+        plan.accumulated = frozenset(params & plan.wanted)
 
     def cover_forward(self) -> None:
         found = self._cover(FORWARD, self.plan.nodes)
         self.plan.forward_steps = tuple(s if isinstance(s, Step) else self._own_step(s, "fwd") for s in found)
+
+    def cut(self) -> None:
+        params = zip(self.plan.inputs[len(self.call.inputs) :], self.call.params, strict=True)
+        wanted = {value: tensor for value, tensor in params if tensor is not None and value in self.plan.wanted}
+        self.plan.cuts = find_cuts(self.plan, {v: t.numel() * t.element_size() for v, t in wanted.items()})
 
     def _cover(self, direction: str, nodes: tuple[Node, ...]) -> list[Step | Node]:
         """Rule steps and the nodes that no rule took; near misses go to the plan."""
@@ -195,17 +205,19 @@ class _Builder:
         env = self._env(run, named)
         ops = [node and node.op for node in slots]
         function = _with_env(rule.function, env) if rule.takes_env else rule.function
-        return Step(run, rule, slots, env, functools.partial(function, *ops))
+        return Step(run, rule, slots, env, functools.partial(function, *ops), rule.takes_into)
 
     def _own_step(self, node: Node, method: str) -> Step:
         env = self._env((node,), None)
+        into = False
         if has_kernels(type(node.op)):
             function = getattr(node.op, method)
-            if takes_env(function):
+            into = takes(function, "into")
+            if takes(function, "env"):
                 function = _with_env(function, env)
         else:
             function = graph_fwd(node.op, env, str(node)) if method == "fwd" else graph_bwd(node.op, env)
-        return Step((node,), None, (node,), env, function)
+        return Step((node,), None, (node,), env, function, into)
 
     # -- env and records ---------------------------------------------------------------------------------------------
 

@@ -155,9 +155,9 @@ class _Watch:
         if any(type(node.op) is BasicLinear for node in step.nodes):
             self.products.add(key)
 
-        def run(*args: Any) -> Any:
+        def run(*args: Any, **into: Any) -> Any:
             start = time.perf_counter()
-            result = step.function(*args)
+            result = step.function(*args, **into)
             self.times.setdefault(key, []).append(time.perf_counter() - start)
             if key not in self.bytes:
                 self.bytes[key] = _bytes((args, _held(result)))

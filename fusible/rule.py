@@ -71,7 +71,8 @@ class Rule:
         self.__doc__ = function.__doc__
         arguments = list(inspect.signature(function).parameters.values())
         pattern = [a for a in arguments if a.kind is a.POSITIONAL_ONLY]
-        self.takes_env = any(a.name == "env" and a.kind is a.KEYWORD_ONLY for a in arguments)
+        keywords = {a.name for a in arguments if a.kind is a.KEYWORD_ONLY}
+        self.takes_env, self.takes_into = "env" in keywords, "into" in keywords
         self.arguments = [a for a in arguments if a.kind is a.POSITIONAL_OR_KEYWORD]
         hints = typing.get_type_hints(function)
         self.slots = tuple(_slot(self, a.name, hints.get(a.name)) for a in pattern)

@@ -71,9 +71,21 @@ def test_a_wheel_with_kernels_belongs_to_a_platform_and_to_every_python(tmp_path
     assert "Root-Is-Purelib: false" in made.read(metadata).decode()
 
 
-def test_every_source_is_compiled():
-    sources = {file.name for file in build.SOURCES.glob("*.cpp")}
-    assert sources == {*build.LOOPS, *build.OPERATORS}
+def test_every_source_is_compiled_once_per_instruction_set_or_once():
+    including = {f.name for f in build.SOURCES.glob("*.cpp") if "STABLE_TORCH_LIBRARY" in f.read_text()}
+    assert including - {"memory.cpp"} == set(build.operators()) - {"memory.cpp"}
+    assert "norm.cpp" in build.loops()
+    assert not set(build.loops()) & set(build.operators())
+
+
+@pytest.mark.skipif(not library.load(), reason=f"the C++ kernels are {library.why_not()}")
+def test_a_library_of_other_sources_is_not_used(monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "SOURCES", shutil.copytree(build.SOURCES, tmp_path / "csrc"))
+    assert library._error.__wrapped__() is None
+    (tmp_path / "csrc" / "norm.cpp").write_text("// another")
+    assert library._error.__wrapped__() == "built from other sources; run: python -m fusible build"
+    monkeypatch.setattr(build, "SOURCES", tmp_path / "none")  # installed without them
+    assert library._error.__wrapped__() is None
 
 
 def test_what_cannot_be_built_says_why(monkeypatch, tmp_path):

@@ -1,8 +1,8 @@
 """Public bug reports against other projects, as scenarios: what went wrong there must be right here.
 
 Each test is named by the id and the public source of a report. Every scenario runs with the default rules and with
-none,
-beside the same chain of `torch.nn` modules. Left out until fusible has what they are about: B014, B036, B039.
+none, beside the same chain of `torch.nn` modules. B014 and B039 are in `test_main_grad.py`. Left out until fusible has
+what it is about: B036.
 """
 
 from __future__ import annotations

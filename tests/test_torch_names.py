@@ -293,3 +293,26 @@ def test_they_are_per_thread():
         thread.join()
         assert all(name() for name in names)
     assert said == [False, False, False]
+
+
+@pytest.mark.quick
+def test_will_accumulate():
+    weight = torch.nn.Parameter(torch.ones(3))
+
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            return x * weight
+
+        @staticmethod
+        def backward(ctx, d):
+            answers.append(_torch.will_accumulate(weight))
+            return d, d
+
+    answers: list = []
+    x = leaf()
+    Asks.apply(x, weight).sum().backward()
+    Asks.apply(x, weight).sum().backward(inputs=[x])
+    torch.autograd.grad(Asks.apply(x, weight).sum(), [x])
+    torch.autograd.grad(Asks.apply(x, weight).sum(), [x, weight])
+    assert answers == [True, False, False, None]

@@ -49,6 +49,9 @@ Tensor empty_(std::vector<int64_t> sizes, ScalarType dtype) {
   return tensors::empty(sizes.data(), int64_t(sizes.size()), dtype);
 }
 
+// A digest of the files that this library was built from.
+int64_t sources() { return FUSIBLE_SOURCES; }
+
 void set_pool_from(int64_t bytes) { tensors::pool_from() = bytes; }
 
 void set_limit(int64_t bytes) { memory::set_limit(bytes); }
@@ -75,6 +78,7 @@ STABLE_TORCH_LIBRARY(fusible, m) {
   m.def("set_fill(bool on) -> ()");
   m.def("stats() -> (int, int, int, int, int, int)");
   m.def("isa(int which) -> bool");
+  m.def("sources() -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fusible, CompositeExplicitAutograd, m) {
@@ -85,4 +89,5 @@ STABLE_TORCH_LIBRARY_IMPL(fusible, CompositeExplicitAutograd, m) {
   m.impl("set_fill", TORCH_BOX(&set_fill));
   m.impl("stats", TORCH_BOX(&stats));
   m.impl("isa", TORCH_BOX(&isa));
+  m.impl("sources", TORCH_BOX(&sources));
 }

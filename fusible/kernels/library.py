@@ -34,7 +34,19 @@ def _error() -> str | None:
         torch.ops.load_library(str(LIBRARY))
     except OSError as error:
         return f"does not load ({error}); run: python -m fusible build"
-    return None
+    return "built from other sources; run: python -m fusible build" if _stale() else None
+
+
+def _stale() -> bool:
+    """Whether the sources beside the package are not those of the library, whose operators may then be others."""
+    from fusible.build import SOURCES, digest
+
+    if not SOURCES.exists():
+        return False
+    try:
+        return torch.ops.fusible.sources() != digest()
+    except AttributeError:  # older than the question
+        return True
 
 
 def load() -> bool:

@@ -27,10 +27,15 @@ def dgemm_x(dy: Tensor, weight: Tensor) -> Tensor:
 
 
 @kernel
-def dgemm_weight(dy: Tensor, x: Tensor) -> Tensor:
-    """Gradient of `gemm` to the weight, `dyᵀ x` over all rows: [..., o], [..., i] -> [o, i]; zeros for no rows."""
+def dgemm_weight(dy: Tensor, x: Tensor, into: Tensor | None = None) -> Tensor:
+    """Gradient of `gemm` to the weight, `dyᵀ x` over all rows: [..., o], [..., i] -> [o, i]; zeros for no rows.
+
+    Adds it to `into` and returns that, if it is given and has dy's dtype.
+    """
     if dy.dim() == 1:
-        return torch.outer(dy, x)
-    if dy.dim() > 2:
+        dy, x = dy.unsqueeze(0), x.unsqueeze(0)
+    elif dy.dim() > 2:
         dy, x = dy.flatten(0, -2), x.flatten(0, -2)
-    return torch.mm(dy.t(), x)
+    if into is None or into.dtype is not dy.dtype:
+        return torch.mm(dy.t(), x)
+    return into.addmm_(dy.t(), x)

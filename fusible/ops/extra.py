@@ -63,6 +63,7 @@ class MakeExtraOutput(Op):
 
     num_extra_outputs = 1
     grad_aliases = False
+    hands_on = True
 
     def __init__(self, name: str | None = None, keep: bool = False) -> None:
         super().__init__()

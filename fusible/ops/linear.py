@@ -6,13 +6,14 @@ i, o: features in and out.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from fusible import kernels
-from fusible.op import Env, Grads, Op, Out, Saved, Spec, reads_for, view
+from fusible.op import NOWHERE, Env, Grads, Into, Op, Out, Saved, Spec, reads_for, view
 from fusible.ops._checks import arithmetic, shown, trailing
 
 __all__ = ["BasicLinear", "Bias", "Linear"]
@@ -46,6 +47,10 @@ class Linear(Op, torch.nn.Linear):
 
     aliases = False
 
+    def __init__(self, *args: Any, accumulate_into_main_grad: bool = False, **kwargs: Any) -> None:
+        self.accumulate_into_main_grad = accumulate_into_main_grad
+        super().__init__(*args, **kwargs)
+
     def reference(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return plain_linear(x, weight, bias)
 
@@ -76,8 +81,10 @@ class BasicLinear(Op):
         out_features: int,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        accumulate_into_main_grad: bool = False,
     ) -> None:
         super().__init__()
+        self.accumulate_into_main_grad = accumulate_into_main_grad
         self.in_features = in_features
         self.out_features = out_features
         self.weight = torch.nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
@@ -97,8 +104,10 @@ class BasicLinear(Op):
             weight = weight.to(dtype)
         return Out(kernels.gemm(x, weight), saved=BasicLinear.Saved(x))
 
-    def bwd(self, saved: Saved, dy: Tensor, weight: Tensor = reads_for("x"), *, env: Env) -> Grads:
-        dw = kernels.dgemm_weight(dy, saved.x) if env.needs.weight else None
+    def bwd(
+        self, saved: Saved, dy: Tensor, weight: Tensor = reads_for("x"), *, env: Env, into: Into = NOWHERE
+    ) -> Grads:
+        dw = kernels.dgemm_weight(dy, saved.x, into.get("weight")) if env.needs.weight else None
         if not env.needs.x:
             return Grads(None, weight=dw)
         if weight.dtype is not dy.dtype:
@@ -129,8 +138,15 @@ class Bias(Op):
     aliases = False
     grad_aliases = False
 
-    def __init__(self, size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        accumulate_into_main_grad: bool = False,
+    ) -> None:
         super().__init__()
+        self.accumulate_into_main_grad = accumulate_into_main_grad
         self.size = size
         self.bias = torch.nn.Parameter(torch.empty(size, device=device, dtype=dtype))
         self.reset_parameters()

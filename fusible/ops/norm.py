@@ -49,8 +49,11 @@ class LayerNorm(Op, torch.nn.LayerNorm):
         mean: Tensor = reads_for("x", "weight")
         rstd: Tensor = reads_for("x", "weight")
 
-    def __init__(self, *args: Any, zero_centered_gamma: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, zero_centered_gamma: bool = False, accumulate_into_main_grad: bool = False, **kwargs: Any
+    ) -> None:
         self.zero_centered_gamma = zero_centered_gamma
+        self.accumulate_into_main_grad = accumulate_into_main_grad
         super().__init__(*args, **kwargs)
 
     def reset_parameters(self) -> None:
@@ -120,8 +123,11 @@ class RMSNorm(Op, torch.nn.RMSNorm):
         x: Tensor = reads_for("x", "weight")
         rstd: Tensor = reads_for("x", "weight")
 
-    def __init__(self, *args: Any, zero_centered_gamma: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, zero_centered_gamma: bool = False, accumulate_into_main_grad: bool = False, **kwargs: Any
+    ) -> None:
         self.zero_centered_gamma = zero_centered_gamma
+        self.accumulate_into_main_grad = accumulate_into_main_grad
         super().__init__(*args, **kwargs)
 
     def reset_parameters(self) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusible import kernels
-from fusible.op import Env, Grads, Op, Out, Saved, Spec
+from fusible.op import NOWHERE, Env, Grads, Into, Op, Out, Saved, Spec
 from fusible.ops import BasicLinear
 from fusible.ops.gated import Gated
 from fusible.rule import rewrite
@@ -51,15 +51,15 @@ class GatedMLP(Op):
         act = self.borrowed[1]
         return Out(kernels.gemm(act.fwd(kernels.gemm(x, up)).values[0], down), saved=GatedMLP.Saved(x))
 
-    def bwd(self, saved: Any, dy: Tensor, up: Tensor, down: Tensor, *, env: Env) -> Grads:
+    def bwd(self, saved: Any, dy: Tensor, up: Tensor, down: Tensor, *, env: Env, into: Into = NOWHERE) -> Grads:
         act = self.borrowed[1]
         hidden = act.fwd(kernels.gemm(saved.x, up))
-        d_down = kernels.dgemm_weight(dy, hidden.values[0]) if env.needs.down else None
+        d_down = kernels.dgemm_weight(dy, hidden.values[0], into.get("down")) if env.needs.down else None
         record = hidden.records["saved"]
         del hidden
         d_hidden = act.bwd(record, kernels.dgemm_x(dy, down)).values[0]
         del record
-        d_up = kernels.dgemm_weight(d_hidden, saved.x) if env.needs.up else None
+        d_up = kernels.dgemm_weight(d_hidden, saved.x, into.get("up")) if env.needs.up else None
         return Grads(kernels.dgemm_x(d_hidden, up) if env.needs.x else None, up=d_up, down=d_down)
 
 

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from fusible import kernels
-from fusible.op import Grads, reads_for
+from fusible.op import NOWHERE, Grads, reads_for
 from fusible.ops import BasicLinear, ConstantScale, MakeExtraOutput
 from fusible.rule import backward
 
 __all__ = ["dlinear_add", "dlinear_scale"]
 
 
-def _weight_gradient(linear_saved, dy, env):
-    return kernels.dgemm_weight(dy, linear_saved.x) if env.needs.linear.weight else None
-
-
 @backward(aliases=False)
 def dlinear_add(
-    out: MakeExtraOutput, linear: BasicLinear, /, out_saved, linear_saved, dy, d_extra, weight=reads_for("x"), *, env
-):
+    out: MakeExtraOutput, linear: BasicLinear, /, out_saved, linear_saved, dy, d_extra, weight=reads_for("x"), *,
+    env, into=NOWHERE,
+):  # fmt: skip
     """The GEMM for dx accumulates onto the gradient of the extra output."""
     dx = kernels.dgemm_x_add(dy, weight, d_extra)
-    return Grads(dx, linear={"weight": _weight_gradient(linear_saved, dy, env)})
+    wanted = env.needs.linear.weight
+    dw = kernels.dgemm_weight(dy, linear_saved.x, into.get("linear.weight")) if wanted else None
+    return Grads(dx, linear={"weight": dw})
 
 
 @dlinear_add.requires

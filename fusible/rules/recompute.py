@@ -7,7 +7,7 @@ in `DEFAULT` its `_onepass` twin applies only where one does, and costs no more 
 from __future__ import annotations
 
 from fusible import kernels
-from fusible.op import Grads, reads_for
+from fusible.op import NOWHERE, Grads, reads_for
 from fusible.ops import BasicLinear, Bias, LayerNorm, MakeExtraOutput, RMSNorm
 from fusible.ops.activation import KeepsInput
 from fusible.ops.gated import Gated
@@ -24,7 +24,8 @@ __all__ = [
 @backward(forgets=("linear.x",), aliases=False)
 def activation_linear_recompute(
     bias: Bias | None, act: KeepsInput | Gated, linear: BasicLinear, /,
-    bias_saved, act_saved, linear_saved, dy, b=reads_for(), weight=reads_for("x", "bias.bias"), *, env,
+    bias_saved, act_saved, linear_saved, dy, b=reads_for(), weight=reads_for("x", "bias.bias"), *,
+    env, into=NOWHERE,
 ):  # fmt: skip
     """The linear layer's input is the activation's output, computed again from what the activation keeps.
 
@@ -35,7 +36,7 @@ def activation_linear_recompute(
         dx, db, x = act.bwd_bias_again(act_saved, d)
     else:
         (dx, x), db = act.bwd_again(act_saved, d), None
-    grads = {"linear": {"weight": kernels.dgemm_weight(dy, x)}}
+    grads = {"linear": {"weight": kernels.dgemm_weight(dy, x, into.get("linear.weight"))}}
     return Grads(dx, **grads) if bias is None else Grads(dx, bias={"bias": db}, **grads)
 
 
@@ -56,7 +57,7 @@ def norm_linear_recompute(
     out: MakeExtraOutput | None, norm: RMSNorm | LayerNorm, linear: BasicLinear, /,
     out_saved, norm_saved, linear_saved, dy, d_extra=None,
     gain=reads_for("x", "linear.weight"), shift=reads_for("linear.weight"),
-    weight=reads_for("x", "norm.weight", "norm.bias"), *, env,
+    weight=reads_for("x", "norm.weight", "norm.bias"), *, env, into=NOWHERE,
 ):  # fmt: skip
     """The linear layer's input is the norm's output, computed again from what the norm keeps.
 
@@ -70,7 +71,7 @@ def norm_linear_recompute(
         shift if centered else None, d_extra, zero_centered, needs.weight, centered and needs.bias, ndim,
     )  # fmt: skip
     gradients = {"weight": dgain, "bias": dshift} if centered else {"weight": dgain}
-    return Grads(dx, norm=gradients, linear={"weight": kernels.dgemm_weight(dy, normal)})
+    return Grads(dx, norm=gradients, linear={"weight": kernels.dgemm_weight(dy, normal, into.get("linear.weight"))})
 
 
 @norm_linear_recompute.requires

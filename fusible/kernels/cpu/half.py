@@ -61,12 +61,13 @@ def dgemm_x(dy: Tensor, weight: Tensor) -> Tensor:
 
 
 @linear.dgemm_weight.backend("cpu", _applies)
-def dgemm_weight(dy: Tensor, x: Tensor) -> Tensor:
+def dgemm_weight(dy: Tensor, x: Tensor, into: Tensor | None = None) -> Tensor:
     d_rows, x_rows = _rows(dy), _rows(x)
-    total = torch.zeros(d_rows.shape[1], x_rows.shape[1])
+    direct = into if into is not None and into.dtype is torch.float32 else None
+    total = torch.zeros(d_rows.shape[1], x_rows.shape[1]) if direct is None else direct
     for start in range(0, x_rows.shape[0], PANEL):
         total.addmm_(d_rows[start : start + PANEL].float().t(), x_rows[start : start + PANEL].float())
-    return total.to(dy.dtype)
+    return total.to(dy.dtype) if direct is None else direct
 
 
 @epilogue.gemm_bias.backend("cpu", _applies)

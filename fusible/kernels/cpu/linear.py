@@ -52,10 +52,10 @@ def dgemm_x(dy: Tensor, weight: Tensor) -> Tensor:
 
 
 @linear.dgemm_weight.backend("cpu", _applies)
-def dgemm_weight(dy: Tensor, x: Tensor) -> Tensor:
+def dgemm_weight(dy: Tensor, x: Tensor, into: Tensor | None = None) -> Tensor:
     dw_shape = [dy.shape[-1], x.shape[-1]]
-    if dw_shape[0] * dw_shape[1] < LARGE:
-        return linear.dgemm_weight.body(dy, x)
+    if into is not None or dw_shape[0] * dw_shape[1] < LARGE:
+        return linear.dgemm_weight.body(dy, x, into)
     dw = operators.empty(dw_shape, dy.dtype)
     return torch.mm(_rows(dy).t(), _rows(x), out=dw)
 
