@@ -14,6 +14,7 @@ from fusible import _torch
 from fusible.adapting import Declined, build, plain_class
 from fusible.borrowing import gate_of, pair, transposed
 from fusible.chain import Split, Watch
+from fusible.forgetting import forgetful
 from fusible.fuser import PLAIN_TENSORS
 from fusible.op import Op, view
 from fusible.ops import GELU, TWINS, ReLU, Residual, SiLU
@@ -56,6 +57,16 @@ class Chain:
 
     def __call__(self, x: Tensor, *extras: Tensor) -> Any:
         return (self.block if x.dtype is torch.float32 else self.exact)(x, *extras)
+
+    def then(self, x: Tensor, call: Callable[[Tensor], Any]) -> Any:
+        """`call(chain(x))`, for a chain of one norm, without its output being kept by the modules that read it there.
+
+        They would keep it for the gradients of their weights; in backward it is computed again, once.
+        """
+        normal = self(x)
+        (part,) = self.parts
+        op = part if isinstance(part, Op) else part[x.dtype is not torch.float32]
+        return forgetful(op, x, normal, call)
 
     def explain(self, x: Tensor, *extras: Tensor) -> Any:
         """The plan for this kind of call; see `fusible.Sequential.explain`."""

@@ -669,3 +669,104 @@ def test_timm_mlps_are_known_by_their_form():
     torch.testing.assert_close(m(x), y)
     m.extra = nn.Identity()
     assert not is_fused(m)
+
+
+def attending(**options) -> tuple[nn.Module, nn.Module]:
+    stock, m = (layer_of("encoder", {"norm_first": True, "batch_first": True, **options}) for _ in range(2))
+    fusible.fuse(m)
+    return stock, m
+
+
+def test_the_norm_before_attention_is_computed_again_and_not_kept():
+    stock, m = attending()
+    x = torch.randn(3, 4, 8, dtype=torch.float64, requires_grad=True)
+    kept = []
+    for each in (stock, m):
+        found = []
+
+        def note(tensor, found=found):
+            found.append(tensor.detach())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            loss = each(x).square().sum()
+        normal = each.norm1(x).flatten()
+        kept.append([t for t in found if t.numel() == normal.numel() and torch.equal(t.flatten(), normal)])
+        torch.testing.assert_close(torch.autograd.grad(loss, x), torch.autograd.grad(each(x).square().sum(), x))
+    assert [bool(found) for found in kept] == [True, False]
+
+
+def test_what_attention_keeps_is_still_watched():
+    _, m = attending()
+    x = torch.randn(3, 4, 8, dtype=torch.float64, requires_grad=True)
+    for change in (m.norm1.weight, m.self_attn.in_proj_weight):
+        y = m(x)
+        with torch.no_grad():
+            change.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+    h = x * 1
+    y = m(h)
+    with torch.no_grad():
+        h.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_norm_that_attention_writes_over_is_kept_as_it_was_read():
+    stock, m = attending()
+
+    class Writing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.proj = nn.Linear(8, 8, dtype=torch.float64)
+
+        def forward(self, x, *args, **kwargs):
+            x = x.clone() if self.clones else x
+            return (self.proj(x.mul_(2)),)
+
+    Writing.clones = False
+    results = []
+    torch.manual_seed(0)
+    attention = Writing()
+    x = torch.randn(3, 4, 8, dtype=torch.float64)
+    for each in (stock, m):
+        each.self_attn = attention
+        results.append(torch.autograd.grad(each(x).square().sum(), [*attention.parameters(), each.norm1.weight]))
+        attention.clones = True
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_backward_twice_and_double_backward_through_the_norm_before_attention():
+    stock, m = attending()
+    x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    results = []
+    for each in (stock, m):
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            loss = each(x).square().sum()
+            loss.backward(retain_graph=True)
+            first = [parameter.grad.clone() for parameter in each.parameters()]
+            loss.backward()
+            (dx,) = torch.autograd.grad(each(x).square().sum(), x, create_graph=True)
+            dx.square().sum().backward()
+        results.append([first, dx, [parameter.grad for parameter in each.parameters()]])
+        each.zero_grad()
+    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_around_attention_with_a_forgotten_norm(reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    stock, m = attending()
+    x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    want = torch.autograd.grad(stock(x).square().sum(), list(stock.parameters()))
+    checkpoint(m, x, use_reentrant=reentrant).square().sum().backward()
+    torch.testing.assert_close([parameter.grad for parameter in m.parameters()], list(want))
+
+
+def test_where_hooks_are_disabled_the_norm_is_kept():
+    stock, m = attending()
+    x = torch.randn(2, 3, 8, dtype=torch.float64)
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        torch.testing.assert_close(m(x), stock(x))

@@ -60,7 +60,8 @@ def _layer(layer: torch.nn.Module, attend: Any, start: Any, tail: Any) -> Callab
     named = _behind(layer)
 
     def forward(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        attended = attend(hidden_states=start(hidden_states), **named(args, kwargs))[0]
+        given = named(args, kwargs)
+        attended = start.then(hidden_states, lambda normal: attend(hidden_states=normal, **given)[0])
         return tail(attended, hidden_states)
 
     return forward
@@ -135,7 +136,7 @@ def gpt2_block(block, chain):
         if given.pop("encoder_hidden_states", None) is not None:
             return chain.stock(hidden_states, *args, **kwargs)
         given.pop("encoder_attention_mask", None)  # the stock forward gives it to cross-attention alone
-        return tail(attend(start(hidden_states), **given)[0], hidden_states)
+        return tail(start.then(hidden_states, lambda normal: attend(normal, **given)[0]), hidden_states)
 
     return forward
 
@@ -168,6 +169,7 @@ def neox_layer(layer, chain):
         tail = _tail(chain, before, layer.post_attention_layernorm, layer.mlp, after)
 
     def forward(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        return tail(attend(start(hidden_states), **named(args, kwargs))[0], hidden_states)
+        given = named(args, kwargs)
+        return tail(start.then(hidden_states, lambda normal: attend(normal, **given)[0]), hidden_states)
 
     return forward

@@ -72,6 +72,7 @@ def vit_layer(layer, chain):
     tail = chain(layer.dropout, AddExtraInput(), chain.residual(layer.layernorm_after, layer.mlp, layer.dropout))
 
     def forward(hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
-        return tail(attend(start(hidden_states), attention_mask, **kwargs)[0], hidden_states)
+        attended = start.then(hidden_states, lambda normal: attend(normal, attention_mask, **kwargs)[0])
+        return tail(attended, hidden_states)
 
     return forward

@@ -35,6 +35,15 @@ def _trains(layer: torch.nn.Module, x: Tensor) -> bool:
     return layer.training or any(parameter.requires_grad for parameter in layer.parameters())
 
 
+def _attended(attend: Any, start: Any, x: Tensor, masks: dict[str, Any]) -> Tensor:
+    """Self-attention, behind the norm `start` or, if that is `None`, on x itself."""
+
+    def call(x: Tensor) -> Tensor:
+        return attend(x, x, x, need_weights=False, **masks)[0]
+
+    return call(x) if start is None else start.then(x, call)
+
+
 @adapter(torch.nn.TransformerEncoderLayer)
 def encoder_layer(layer, chain):
     """`h = x + attention`, `y = h + feed_forward`, each with its norm before it or behind it."""
@@ -50,9 +59,8 @@ def encoder_layer(layer, chain):
     def forward(src, src_mask=None, src_key_padding_mask=None, is_causal=False):
         if not _trains(layer, src):
             return chain.stock(src, src_mask, src_key_padding_mask, is_causal)
-        x = src if start is None else start(src)
         masks = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask, "is_causal": is_causal}
-        return rest(attend(x, x, x, need_weights=False, **masks)[0], src)
+        return rest(_attended(attend, start, src, masks), src)
 
     return forward
 
@@ -81,9 +89,8 @@ def decoder_layer(layer, chain):
                 tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask, tgt_is_causal,
                 memory_is_causal,
             )  # fmt: skip
-        x = tgt if start is None else start(tgt)
         masks = {"attn_mask": tgt_mask, "key_padding_mask": tgt_key_padding_mask, "is_causal": tgt_is_causal}
-        attended = attend(x, x, x, need_weights=False, **masks)[0]
+        attended = _attended(attend, start, tgt, masks)
         if start is None:
             x = residual = middle(attended, tgt)
         else:

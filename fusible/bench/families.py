@@ -73,7 +73,7 @@ def _gpt2(size: Size) -> torch.nn.Module:
     return _transformers("GPT2LMHeadModel")(config)
 
 
-_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _PATCH = 4
 
 
@@ -138,9 +138,7 @@ FAMILIES: dict[str, Family] = {
     "phi3": _decoder("Phi3Config", "Phi3ForCausalLM", pad_token_id=0),
     "gpt2": Family(_gpt2, language_loss),
     "gpt_neox": _decoder("GPTNeoXConfig", "GPTNeoXForCausalLM", heads=False),
-    "gpt_neox, one by one": _decoder(
-        "GPTNeoXConfig", "GPTNeoXForCausalLM", heads=False, use_parallel_residual=False
-    ),
+    "gpt_neox, one by one": _decoder("GPTNeoXConfig", "GPTNeoXForCausalLM", heads=False, use_parallel_residual=False),
     "bert": _decoder("BertConfig", "BertForMaskedLM", heads=False, **_NO_DROPOUT),
     "vit": Family(_vit, _image_loss),
     "torch.nn, norm first": Family(lambda size: _Encoder(size, True, "gelu"), _token_loss),
