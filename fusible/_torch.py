@@ -54,7 +54,7 @@ def top_saved_tensor_hooks() -> tuple[Any, Any] | None:
 
 def saved_tensor_hooks_allowed() -> bool:
     """Whether saved-tensor hooks may be set; inside `disable_saved_tensors_hooks` that raises."""
-    return torch._C._autograd._saved_tensors_hooks_is_enabled()
+    return torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
 
 
 def batched_backward() -> bool:

@@ -678,7 +678,7 @@ def attending(**options) -> tuple[nn.Module, nn.Module]:
 
 
 def test_the_norm_before_attention_is_computed_again_and_not_kept():
-    stock, m = attending()
+    stock, m = attending(batch_first=False)
     x = torch.randn(3, 4, 8, dtype=torch.float64, requires_grad=True)
     kept = []
     for each in (stock, m):
