@@ -252,6 +252,8 @@ class Chains:
         kind = plain_class(module)
         if isinstance(module, Op):
             yield module
+        elif kind is torch.nn.Dropout and module.__dict__["p"] == 0:
+            self.fixed(module, "p")  # left out, so that rules see what is on both sides of it as neighbours
         elif kind in TWINS:
             yield view(TWINS[kind], module)
         elif kind is torch.nn.Sequential:

@@ -62,7 +62,8 @@ def language_loss(model: torch.nn.Module, rows: int, length: int, seed: int = 0)
     """The loss of a language model on random tokens."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, model.config.vocab_size, (rows, length), generator=generator)  # type: ignore[union-attr, arg-type]
-    return model(input_ids=tokens, labels=tokens).loss
+    logits = model(input_ids=tokens).logits  # its own loss would be in float32, whatever the model is in
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def _gpt2(size: Size) -> torch.nn.Module:
