@@ -173,7 +173,8 @@ class Chains:
         """
         for linear in (gate, up):
             if type(linear) is not torch.nn.Linear:
-                raise Declined(f"{self._path(linear)} is a {type(linear).__name__}, not a torch.nn.Linear")
+                kind = f"{type(linear).__module__}.{type(linear).__qualname__}"
+                raise Declined(f"{self._path(linear)} is a {kind}, not a torch.nn.Linear")
             if linear.bias is not None:
                 raise Declined(f"{self._path(linear)} has a bias, which the pair of projections lacks")
         gated = self.gate(act)

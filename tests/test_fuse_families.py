@@ -169,3 +169,24 @@ def test_gated_families_share_one_pass_over_the_input():
         layer = m.model.layers[0]
         text = str(fusible.chains(layer)[1].explain(torch.randn(3, 16), torch.randn(3, 16)))
         assert "PairLinear" in text, name
+
+
+@NEEDS
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi3", "gpt2", "gpt_neox"])
+def test_a_layer_called_by_hand(name):
+    """Arguments by position, by their old names, and left out."""
+    stock, m = pair(name)
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    rotary = torch.randn(2, 1, 5, 4, dtype=torch.float64)
+    outs = []
+    for each in (stock, m):
+        layers = {"gpt2": lambda each=each: each.transformer.h, "gpt_neox": lambda each=each: each.gpt_neox.layers}
+        layer = layers.get(name, lambda each=each: each.model.layers)()[0]
+        mask = torch.zeros(2, 1, 5, 5, dtype=torch.float64)
+        mask[..., 3:] = -torch.inf
+        position = {} if name == "gpt2" else {"position_embeddings": (rotary[0], rotary[1])}
+        outs.append([layer(x, **position), layer(x, attention_mask=mask, **position)])
+        if name == "llama":
+            outs[-1].append(layer(x, mask, None, None, False, (rotary[0], rotary[1])))
+            outs[-1].append(layer(x, past_key_values=None, **position))
+    torch.testing.assert_close(outs[1], outs[0])

@@ -83,7 +83,7 @@ def test_any_rank_and_no_rows(row, leading):
 def test_parameters_of_another_dtype(row, x, parameters):
     block, inputs = row.block(parameters), row.inputs(x)
     check(block, *inputs, layouts=False)
-    linear = isinstance(block[0], (ops.Linear, ops.BasicLinear))
+    linear = isinstance(block[0], (ops.Linear, ops.BasicLinear, ops.PairLinear))
     residual = isinstance(block[0], ops.Residual)
     assert block(*inputs).dtype is (torch.promote_types(x, parameters) if residual else parameters if linear else x)
 

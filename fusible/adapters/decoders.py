@@ -25,13 +25,20 @@ def _names(kind: str, models: Any) -> list[str]:
 
 
 def _behind(layer: torch.nn.Module) -> Callable[[tuple, dict], dict]:
-    """Turns the arguments that follow the first one into keywords, as the layer names them."""
-    names = list(inspect.signature(plain_class(layer).forward).parameters)[2:]
+    """Turns the arguments that follow the first one into keywords, as the layer names them, its defaults included."""
+    parameters = list(inspect.signature(plain_class(layer).forward).parameters.values())[2:]
+    named = [parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    names = [parameter.name for parameter in named]
+    defaults = {parameter.name: parameter.default for parameter in named if parameter.default is not parameter.empty}
 
-    def named(args: tuple, kwargs: dict) -> dict:
-        return {**dict(zip(names, args, strict=False)), **kwargs} if args else kwargs
+    def keywords(args: tuple, kwargs: dict) -> dict:
+        return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
-    return named
+    return keywords
+
+
+#: An argument's old name, which the stock forward still translates.
+_OLD = "past_key_values"
 
 
 @adapter(*_names("MLP", _GATED), needs=_FIVE, reads=("down_proj", "act_fn", "gate_proj", "up_proj"))
@@ -55,11 +62,13 @@ def _tail(chain: Any, before: tuple, norm: Any, mlp: torch.nn.Module, after: tup
     return run
 
 
-def _layer(layer: torch.nn.Module, attend: Any, start: Any, tail: Any) -> Callable[..., Any]:
+def _layer(layer: torch.nn.Module, chain: Any, attend: Any, start: Any, tail: Any) -> Callable[..., Any]:
     """The forward of a layer whose attention takes and returns what that of Llama does."""
     named = _behind(layer)
 
     def forward(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        if _OLD in kwargs:
+            return chain.stock(hidden_states, *args, **kwargs)
         given = named(args, kwargs)
         attended = start.then(hidden_states, lambda normal: attend(hidden_states=normal, **given)[0])
         return tail(attended, hidden_states)
@@ -77,7 +86,7 @@ def llama_layer(layer, chain):
     """Norms before attention and before the MLP."""
     start = chain(layer.input_layernorm)
     tail = _tail(chain, (), layer.post_attention_layernorm, layer.mlp, ())
-    return _layer(layer, layer.self_attn, start, tail)
+    return _layer(layer, chain, layer.self_attn, start, tail)
 
 
 @adapter(
@@ -90,7 +99,7 @@ def gemma2_layer(layer, chain):
     start = chain(layer.input_layernorm)
     before, after = (layer.post_attention_layernorm,), (layer.post_feedforward_layernorm,)
     return _layer(
-        layer, layer.self_attn, start, _tail(chain, before, layer.pre_feedforward_layernorm, layer.mlp, after)
+        layer, chain, layer.self_attn, start, _tail(chain, before, layer.pre_feedforward_layernorm, layer.mlp, after)
     )
 
 
@@ -111,7 +120,9 @@ def phi3_layer(layer, chain):
     """As Llama's, with dropout before each addition."""
     start = chain(layer.input_layernorm)
     before, after = (layer.resid_attn_dropout,), (layer.resid_mlp_dropout,)
-    return _layer(layer, layer.self_attn, start, _tail(chain, before, layer.post_attention_layernorm, layer.mlp, after))
+    return _layer(
+        layer, chain, layer.self_attn, start, _tail(chain, before, layer.post_attention_layernorm, layer.mlp, after)
+    )
 
 
 @adapter(*_names("MLP", (("gpt2", "GPT2"),)), needs=_FIVE, reads=("c_fc", "act", "c_proj", "dropout"))
@@ -132,8 +143,8 @@ def gpt2_block(block, chain):
     named = _behind(block)
 
     def forward(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        given = dict(named(args, kwargs))
-        if given.pop("encoder_hidden_states", None) is not None:
+        given = named(args, kwargs)
+        if given.pop("encoder_hidden_states", None) is not None or _OLD in kwargs:
             return chain.stock(hidden_states, *args, **kwargs)
         given.pop("encoder_attention_mask", None)  # the stock forward gives it to cross-attention alone
         return tail(start.then(hidden_states, lambda normal: attend(normal, **given)[0]), hidden_states)
