@@ -97,7 +97,7 @@ def main() -> None:
           f"{'f64':>9}{'f32 stock':>11}{'f32 fused':>11}")  # fmt: skip
     for name in args.families:
         gated = name in GATED
-        hidden = 8 * args.width // 3 if gated else 4 * args.width
+        hidden = -(-8 * args.width // 3 // 64) * 64 if gated else 4 * args.width
         family = FAMILIES[name]
         torch.manual_seed(0)
         stock = family.make(Size(args.width, hidden, 2, 8, 1000))
