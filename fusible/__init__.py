@@ -15,7 +15,14 @@ __version__ = "0.1.0"
 
 
 #: What is loaded when it is asked for, and from where.
-_LATER = {"adapter": "adapting", "chains": "fused", "fuse": "fused", "profile": "profiling", "unfuse": "fused"}
+_LATER = {
+    "adapter": "adapting",
+    "audit": "auditing",
+    "chains": "fused",
+    "fuse": "fused",
+    "profile": "profiling",
+    "unfuse": "fused",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -34,6 +41,7 @@ __all__ = [
     "Sequential",
     "Spec",
     "adapter",
+    "audit",
     "backward",
     "chains",
     "forward",

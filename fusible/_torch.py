@@ -11,7 +11,12 @@ import torch
 from torch._C._autograd import _get_current_graph_task_keep_graph as keep_graph
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import profiler as _profiler
 from torch.nn.modules import module as _module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+#: A context whose `__torch_dispatch__` sees each operator.
+DispatchMode = TorchDispatchMode
 
 #: Whether a backward pass keeps its graph; True outside of one, the safe side.
 keep_graph = keep_graph
@@ -109,6 +114,11 @@ def quiet_fakes() -> Iterator[None]:
         log.disabled = before
 
 
+def profiler_runs() -> bool:
+    """Whether `torch.profiler` or `torch.autograd.profiler` records, in any thread."""
+    return _profiler._is_profiler_enabled
+
+
 def storage_id(tensor: torch.Tensor) -> int:
     """The identity of a tensor's memory, also of a fake one's."""
     return tensor.untyped_storage()._cdata
@@ -137,3 +147,8 @@ def cpu_capabilities() -> dict[str, Any]:
 def bare(operator: Any) -> Any:
     """What an operator's overload (`torch.ops.aten.mm.default`) calls, without its Python wrapper."""
     return operator._op
+
+
+#: Attention on the CPU, which torch's table of FLOPs does not have.
+cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

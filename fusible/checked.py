@@ -9,15 +9,15 @@ import torch
 
 from fusible._torch import shares_memory
 from fusible.op import Grads, Op, Out, Saved, has_kernels
-from fusible.plan import Plan, Step, made_by
+from fusible.plan import Plan, Step
 
 __all__ = ["checked_backward", "checked_forward"]
 
 
 def checked_forward(step: Step, plan: Plan, want_records: bool) -> Callable[..., Out]:
     """The step's function, raising `TypeError` where its `Out` breaks the contract."""
-    made = made_by(step)
-    slots = {"saved": step.nodes[0]} if step.rule is None else _present(step)
+    made = step.makes
+    slots = dict(step.recorded)
 
     def run(*args: Any) -> Out:
         out = step.function(*args)
@@ -31,11 +31,6 @@ def checked_forward(step: Step, plan: Plan, want_records: bool) -> Callable[...,
         return out
 
     return run
-
-
-def _present(step: Step) -> dict[str, Any]:
-    assert step.rule is not None
-    return {s.name: node for s, node in zip(step.rule.slots, step.slots, strict=True) if node is not None}
 
 
 def _check_values(step: Step, plan: Plan, made: list[int], values: tuple) -> None:
@@ -128,7 +123,7 @@ def checked_backward(step: Step, plan: Plan) -> Callable[..., Grads]:
         if step.rule is None:
             _check_params(step, plan, step.nodes[0], grads.params)
             return grads
-        present = _present(step)
+        present = dict(step.recorded)
         _check_names(step, "gradients", grads.params, present)
         for slot, node in present.items():
             _check_params(step, plan, node, grads.params.get(slot) or {})

@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.profiler import record_function
 
 from fusible.chain import Node
 from fusible.graph_op import GraphSaved
 from fusible.op import Saved, has_kernels
-from fusible.plan import Plan, Step, made_by, params_read_by
+from fusible.plan import Plan, Step, params_read_by
 
-__all__ = ["Function", "backward_function", "forward_function"]
+__all__ = ["Function", "backward_function", "forward_function", "ranged"]
 
 
 class Function:
@@ -27,12 +28,30 @@ class Function:
         self._code = compile(self.source, "<fusible plan>", "exec")
         self._names = names
         self.run = self.bind(lambda step: step.function)
+        self._named: Callable[..., Any] | None = None
 
     def bind(self, function_of: Callable[[Step], Callable[..., Any]]) -> Callable[..., Any]:
         """The function, calling `function_of(step)` for each step."""
         space = {**self._names, **{name: function_of(step) for name, step in self.steps.items()}}
         exec(self._code, space)
         return space["run"]
+
+    def named(self, direction: str) -> Callable[..., Any]:
+        """The function with a range around each step that profilers show, bound once."""
+        if self._named is None:
+            self._named = self.bind(lambda step: ranged(direction, step, step.function))
+        return self._named
+
+
+def ranged(direction: str, step: Step, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function within a range that profilers show."""
+    name = f"fusible {direction}: {_comment(step)}"
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        with record_function(name):
+            return function(*arguments, **options)
+
+    return run
 
 
 def saved_type(node: Node) -> type[Saved]:
@@ -57,11 +76,11 @@ def forward_function(plan: Plan, want_records: bool) -> Function:
     last_use = _last_uses(plan)
     for number, step in enumerate(plan.forward_steps):
         steps[f"f{number}"] = step
-        values = [f"v{value}" for value in made_by(step)]
+        values = [f"v{value}" for value in step.makes]
         lines.append(f"    # {_comment(step)}")
         lines.append(f"    o = f{number}({', '.join(_forward_arguments(plan, step))})")
         lines.append(f"    {', '.join(values)}, = o.values")
-        for slot, node in _slots(step):
+        for slot, node in step.recorded:
             if id(node) in kept:
                 lines.append(f"    r{plan.index(node)} = {_record(plan, node, slot, names)}")
         dead = [f"v{value}" for value in last_use.get(number, ())]
@@ -74,15 +93,7 @@ def forward_function(plan: Plan, want_records: bool) -> Function:
 
 
 def _comment(step: Step) -> str:
-    ops = ", ".join(f"{node.path} {type(node.op).__name__}" for node in step.nodes)
-    return f"{ops}: {step.rule.name}" if step.rule else ops
-
-
-def _slots(step: Step) -> list[tuple[str, Node]]:
-    """(record name, node) of a step."""
-    if step.rule is None:
-        return [("saved", step.nodes[0])]
-    return [(slot.name, node) for slot, node in zip(step.rule.slots, step.slots, strict=True) if node is not None]
+    return f"{step.ops}: {step.rule.name}" if step.rule else step.ops
 
 
 def _forward_arguments(plan: Plan, step: Step) -> list[str]:
@@ -123,7 +134,7 @@ def _last_uses(plan: Plan) -> dict[int, list[int]]:
     """Per forward step: the values that are not used after it, and do not leave."""
     last: dict[int, int] = {}
     for number, step in enumerate(plan.forward_steps):
-        for value in made_by(step):
+        for value in step.makes:
             last[value] = number
         taken = (step.nodes[0].ins[0], *(v for node in step.nodes for v in node.ins[1:]))
         last.update((value, number) for value in taken if value is not None)
@@ -181,7 +192,7 @@ class _Backward:
         return Function(self.lines, self.names, self.steps)
 
     def step(self, step: Step) -> None:
-        outs = [step.nodes[-1].outs[0], *_slot_outputs(step)] if step.rule else step.nodes[0].outs
+        outs = step.arrives
         if not any(self.parts.get(value) for value in outs if value is not None):
             return
         if step.rule is not None and not self._covers(step, outs):
@@ -246,7 +257,7 @@ class _Backward:
     def _into(self, step: Step) -> list[str]:
         """The buffers that the step may add gradients to; none for a parameter that other steps have gradients of."""
         entries = []
-        for slot, node in _slots(step) if step.takes_into else ():
+        for slot, node in step.recorded if step.takes_into else ():
             params = zip(type(node.op).signature.params, self.plan.params[self.plan.index(node)], strict=True)
             prefix = f"{slot}." if step.rule else ""
             entries += [f'"{prefix}{name}": m{value}' for name, value in params if value in self.once]
@@ -258,7 +269,7 @@ class _Backward:
         stream = [step.nodes[0].ins[0], *_slot_extras(step)] if step.rule else list(step.nodes[0].ins)
         for place, value in enumerate(stream):
             self._keep(value, f"g.values[{place}]")
-        for slot, node in _slots(step):
+        for slot, node in step.recorded:
             params = zip(type(node.op).signature.params, plan.params[plan.index(node)], strict=True)
             for name, value in params:
                 self._keep(value, f'g.params["{slot}"]["{name}"]' if step.rule else f'g.params["{name}"]')
@@ -285,16 +296,6 @@ def _add(*gradients: torch.Tensor | None) -> torch.Tensor | None:
 
 def _cast(gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     return gradient if gradient is None or gradient.dtype is dtype else gradient.to(dtype)
-
-
-def _slot_outputs(step: Step) -> list[int | None]:
-    """The extra outputs by slot, `None` where the slot is absent."""
-    assert step.rule is not None
-    result: list[int | None] = []
-    for slot, node in zip(step.rule.slots, step.slots, strict=True):
-        own: list[int | None] = list(node.outs[1:]) if node else []
-        result += own + [None] * (slot.num_outputs - len(own))
-    return result
 
 
 def _slot_extras(step: Step) -> list[int | None]:

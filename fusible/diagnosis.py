@@ -93,6 +93,9 @@ def _offset(difference: Tensor, wrong: Tensor) -> str:
 
 #: What it means that a comparison under these circumstances is the first to fail, by words of its name.
 _CIRCUMSTANCES = (
+    ("random case", "only for these shapes, strides or this dtype: something takes its tensors to be others"),
+    ("rank ", "only for this rank: something takes x to be a matrix"),
+    ("as float16", "only in float16: something goes through another dtype, or overflows"),
     ("zero-stride", "only with an expanded incoming gradient: something takes it to be dense"),
     ("incoming gradient", "only with this layout: something takes the incoming gradient to be contiguous"),
     ("expanded input", "only with an expanded input: something takes it to be dense"),

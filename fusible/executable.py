@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from fusible._torch import profiler_runs
 from fusible.checked import check_memory, checked_backward, checked_forward
-from fusible.codegen import backward_function, forward_function, records
+from fusible.codegen import Function, backward_function, forward_function, ranged, records
 from fusible.graph_op import GraphSaved, check_replayed
 from fusible.infer import Specs
 from fusible.plan import Plan, Step
@@ -36,6 +38,14 @@ def observed(observe: Callable[[str, Step], Callable[..., Any]]) -> Iterator[Non
         yield
     finally:
         CHECK_ALWAYS, OBSERVE = before
+
+
+def _watched(direction: str, function_of: Callable[[Step], Callable[..., Any]]) -> Callable[[Step], Callable[..., Any]]:
+    """What to bind on a first run, whose steps are checked and may be observed or profiled too."""
+    observe = OBSERVE
+    if observe is None:
+        return (lambda step: ranged(direction, step, function_of(step))) if profiler_runs() else function_of
+    return lambda step: observe(direction, replace(step, function=function_of(step)))
 
 
 class Segment(NamedTuple):
@@ -157,10 +167,10 @@ class Executable:
     def run(self, flat: Sequence[Tensor | None]) -> tuple[tuple[Tensor, ...], list]:
         """The forward pass on inputs and parameters, with grad mode and autocast off."""
         if self.checked and not CHECK_ALWAYS:
-            return self.forward.run(*flat)
+            return self.forward.named("forward")(*flat) if profiler_runs() else self.forward.run(*flat)
         if OBSERVE is not None and self.checked:
             return self.forward.bind(functools.partial(OBSERVE, "forward"))(*flat)
-        check = self.forward.bind(lambda step: checked_forward(step, self.plan, self.trains))
+        check = self.forward.bind(_watched("forward", lambda step: checked_forward(step, self.plan, self.trains)))
         result = check(*flat)
         outs = result[0][: len(self.plan.outputs)]
         check_memory(self.plan, self.exposed, flat[: self.num_inputs], outs, result[1])
@@ -176,16 +186,24 @@ class Executable:
         """
         found = self.backwards.get(arriving)
         if found is None:
-            found = self.backwards[arriving] = [backward_function(self.plan, arriving), False]
+            self.backward_for(arriving)
+            found = self.backwards[arriving]
         function, checked = found
         if checked and not CHECK_ALWAYS:
-            return function.run(douts, recs, params, *buffers)
+            run = function.named("backward") if profiler_runs() else function.run
+            return run(douts, recs, params, *buffers)
         if OBSERVE is not None and checked:
             return function.bind(functools.partial(OBSERVE, "backward"))(douts, recs, params, *buffers)
-        check = function.bind(lambda step: checked_backward(step, self.plan))
+        check = function.bind(_watched("backward", lambda step: checked_backward(step, self.plan)))
         result = check(douts, recs, params, *buffers)
         found[1] = True
         return result
+
+    def backward_for(self, arriving: tuple[bool, ...]) -> Function:
+        """The generated backward for these arriving gradients, made if it is new."""
+        if arriving not in self.backwards:
+            self.backwards[arriving] = [backward_function(self.plan, arriving), False]
+        return self.backwards[arriving][0]
 
     def options(self) -> list[Any]:
         """The options that forward reads, which backward must find as they were."""

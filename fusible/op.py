@@ -240,6 +240,8 @@ class Op(torch.nn.Module):
     grad_aliases: ClassVar[bool] = True
     #: Whether every output is x itself.
     hands_on: ClassVar[bool] = False
+    #: Whether it calculates anything; an op that does not could stand elsewhere in the chain.
+    calculates: ClassVar[bool] = True
     #: Attributes that `bwd` or `replay` reads as `fwd` did, and no record holds: changed in between, backward raises.
     fixed: ClassVar[tuple[str, ...]] = ()
     #: Whether gradients of parameters are added to each parameter's `main_grad` (docs/main-grad.md).

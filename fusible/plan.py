@@ -12,7 +12,7 @@ from fusible.chain import Chain, Node
 from fusible.op import Env, bwd_reads
 from fusible.rule import Miss, Rule, RuleSet
 
-__all__ = ["Call", "Cut", "Plan", "Step", "made_by", "params_read_by"]
+__all__ = ["Call", "Cut", "Plan", "Step", "params_read_by"]
 
 
 class Call(NamedTuple):
@@ -44,6 +44,34 @@ class Step:
     @property
     def name(self) -> str:
         return self.rule.name if self.rule else type(self.nodes[0].op).__name__
+
+    @property
+    def ops(self) -> str:
+        """The ops by path and type, as `explain` shows them."""
+        return ", ".join(f"{node.path} {type(node.op).__name__}" for node in self.nodes)
+
+    @property
+    def makes(self) -> list[int]:
+        """The values that a forward step makes: the stream, then the extra outputs in order."""
+        return [self.nodes[-1].outs[0], *(value for node in self.nodes for value in node.outs[1:])]
+
+    @property
+    def arrives(self) -> list[int | None]:
+        """The values whose gradients a backward step takes behind its records, `None` where a slot is absent."""
+        if self.rule is None:
+            return list(self.nodes[0].outs)
+        result: list[int | None] = [self.nodes[-1].outs[0]]
+        for slot, node in zip(self.rule.slots, self.slots, strict=True):
+            own: list[int | None] = list(node.outs[1:]) if node else []
+            result += own + [None] * (slot.num_outputs - len(own))
+        return result
+
+    @property
+    def recorded(self) -> list[tuple[str, Node]]:
+        """(name of its record, node) of each op that is there."""
+        if self.rule is None:
+            return [("saved", self.nodes[0])]
+        return [(slot.name, node) for slot, node in zip(self.rule.slots, self.slots, strict=True) if node is not None]
 
     def __str__(self) -> str:
         ops = ", ".join(str(node) for node in self.nodes)
@@ -131,11 +159,6 @@ class Plan:
     def differentiable(self) -> tuple[bool, ...]:
         """For each output: whether it depends on something whose gradient is wanted."""
         return tuple(value in self.wanted for value in self.outputs)
-
-
-def made_by(step: Step) -> list[int]:
-    """The values that a forward step makes: the stream, then the extra outputs in order."""
-    return [step.nodes[-1].outs[0], *(value for node in step.nodes for value in node.outs[1:])]
 
 
 def params_read_by(plan: Plan, step: Step) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ from fusible.graph_op import graph_bwd, graph_fwd
 from fusible.infer import Specs
 from fusible.op import Env, Names, Op, check_kind, has_kernels, takes
 from fusible.plan import Call, Plan, Step, params_read_by
-from fusible.rule import BACKWARD, FORWARD, REWRITE, Match, Miss, cover
+from fusible.rule import BACKWARD, FORWARD, REWRITE, Match, Miss, Refusal, cover
 from fusible.segments import find_cuts
 
 __all__ = ["make_plan"]
@@ -163,24 +163,25 @@ class _Builder:
                 result.append(nodes[found])
         return result
 
-    def _refusals(self, match: Match, nodes: tuple[Node, ...]) -> list[str]:
+    def _refusals(self, match: Match, nodes: tuple[Node, ...]) -> list[Refusal]:
         run = nodes[match.start : match.stop]
         if self.plan.specs.get(run[0].ins[0]) is None or self.plan.specs.get(run[-1].outs[0]) is None:  # type: ignore[arg-type]
             specs = self.plan.specs
             blind = next(node for node in self.plan.nodes if any(specs.get(value) is None for value in node.outs))
-            return [f"shapes behind {blind} are unknown: its formula cannot be asked without data"]
+            reason = f"shapes behind {blind} are unknown, as its formula cannot be asked without data"
+            return [Refusal(reason, f"give {type(blind.op).__name__} a method infer")]
         made = {value: node for node in run for value in node.outs[1:]}
         for node in run:
             for value in node.ins[1:]:
                 if value in made:
-                    return [f"{node} reads what {made[value]} makes inside the run"]
+                    return [Refusal(f"{node} reads what {made[value]} makes inside the run")]
         step = self._rule_step(match, nodes)
         reasons = match.rule.refusals([node and node.op for node in step.slots], step.env)
         if match.rule.direction == BACKWARD:
             reasons += self._backward_refusals(step)
         return reasons
 
-    def _backward_refusals(self, step: Step) -> list[str]:
+    def _backward_refusals(self, step: Step) -> list[Refusal]:
         """A rule that forgets must apply whichever gradients arrive, since forward has dropped what others would read.
 
         Where dy does not arrive the ops run one by one, and those behind the last extra output get no gradient.
@@ -195,7 +196,9 @@ class _Builder:
         reached = any(node in step.nodes[: making[-1] + 1] for slot, node in slots if slot.name in forgetful)
         if all(extras) and (dy or not reached):
             return []
-        return ["it forgets a record, but some gradient that it wants may not arrive; let that default to None"]
+        return [
+            Refusal("it forgets a record, but some gradient that it wants may not arrive", "let that default to None")
+        ]
 
     def _rule_step(self, match: Match, nodes: tuple[Node, ...]) -> Step:
         rule = match.rule

@@ -18,7 +18,17 @@ from fusible.op import Env, Op, ReadsFor
 __all__ = ["Rule", "RuleSet", "backward", "cover", "forward", "rewrite"]
 
 FORWARD, BACKWARD, REWRITE = "forward", "backward", "rewrite"
-Condition = Callable[..., Iterable[tuple[bool, str]]]
+Condition = Callable[..., Iterable[tuple[bool, str] | tuple[bool, str, str]]]
+
+
+class Refusal(NamedTuple):
+    """Why a rule does not apply, and the smallest change that would make it apply; empty where there is none."""
+
+    reason: str
+    change: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.change}" if self.change else self.reason
 
 
 class Slot(NamedTuple):
@@ -81,10 +91,12 @@ class Rule:
         self._check_arguments()
 
     def requires(self, condition: Condition) -> Condition:
-        """Adds a generator of `(ok, reason)`, called with the slots' ops (`None` where absent) and `env`.
+        """Adds a generator of `(ok, reason)` or `(ok, reason, change)`, called with the slots' ops (`None` where
+        absent) and `env`.
 
         It may read of an op's parameters only what is part of a plan's key: presence, dtype, device, shape and
-        `requires_grad`. The reason says, in the user's words, why the rule does not apply.
+        `requires_grad`. The reason says, in the user's words, why the rule does not apply; the change is the smallest
+        one that would make it apply, as an instruction.
         """
         self.conditions.append(condition)
         return condition
@@ -95,9 +107,10 @@ class Rule:
         rule.__dict__.update(self.__dict__, name=name, __name__=name, __qualname__=name, conditions=[*self.conditions])
         return rule
 
-    def refusals(self, ops: Sequence[Op | None], env: Env) -> list[str]:
+    def refusals(self, ops: Sequence[Op | None], env: Env) -> list[Refusal]:
         """The reasons why the rule declines these ops in this env; none if it applies."""
-        return [reason for condition in self.conditions for ok, reason in condition(*ops, env) if not ok]
+        answers = [answer for condition in self.conditions for answer in condition(*ops, env)]
+        return [Refusal(*texts) for ok, *texts in answers if not ok]
 
     @property
     def num_extras(self) -> int:
@@ -257,7 +270,7 @@ class Miss(NamedTuple):
     rule: Rule
     start: int
     stop: int
-    reasons: tuple[str, ...]
+    refusals: tuple[Refusal, ...]
 
 
 def _lay(rule: Rule, ops: Sequence[Op], start: int) -> Match | None:
@@ -275,8 +288,59 @@ def _lay(rule: Rule, ops: Sequence[Op], start: int) -> Match | None:
     return Match(rule, start, at, tuple(places))
 
 
+def _nearly(rule: Rule, ops: Sequence[Op], start: int) -> tuple[int, int | Slot] | None:
+    """Where the pattern would end, and what stands in its way: an op between two slots that only hands its input on,
+    by its place, or a required slot between two others whose op is absent. `None` if more than that is missing."""
+    places = [start]
+    between: int | Slot | None = None
+    if type(ops[start]) not in rule.slots[0].kinds:
+        return None
+    for number, slot in enumerate(rule.slots[1:], 1):
+        at = places[-1] + 1
+        if between == at:
+            at += 1
+        later = any(not other.optional for other in rule.slots[number + 1 :])
+        if at < len(ops) and type(ops[at]) in slot.kinds:
+            places.append(at)
+        elif slot.optional:
+            continue
+        elif between is None and _aside(ops, at) and type(ops[at + 1]) in slot.kinds:
+            between = at
+            places.append(at + 1)
+        elif between is None and later and len(places) > 1:
+            between = slot
+        else:
+            return None
+    return None if between is None else (places[-1] + 1, between)
+
+
+def _aside(ops: Sequence[Op], at: int) -> bool:
+    """Whether the op there calculates nothing and stands between two that do."""
+    return at + 1 < len(ops) and not ops[at].calculates and ops[at - 1].calculates
+
+
+def _structural(rule: Rule, ops: Sequence[Op], start: int) -> Miss | None:
+    """A near miss of the pattern itself."""
+    found = _nearly(rule, ops, start)
+    if found is None:
+        return None
+    stop, between = found
+    if isinstance(between, Slot):
+        reason, change = f"{between} is missing inside the run", f"put one where slot {between.name} stands"
+        if [kind.__name__ for kind in between.kinds] == ["Bias"]:
+            change = "give the linear layer a bias"
+    else:
+        before, op, after = (type(ops[between + offset]).__name__ for offset in (-1, 0, 1))
+        change = f"put it before {before}, behind {after}, or leave it out"
+        hands_out = type(ops[between]).num_extra_outputs > 0
+        what = "keeps the tensor between them" if hands_out else "stands between them"
+        reason = f"{op} {what}, {before} and {after}"
+        change = f"hand out what {after} makes instead, or nothing" if hands_out else change
+    return Miss(rule, start, stop, (Refusal(reason, change),))
+
+
 def cover(
-    rules: Sequence[Rule], ops: Sequence[Op], refusals: Callable[[Match], list[str]]
+    rules: Sequence[Rule], ops: Sequence[Op], refusals: Callable[[Match], list[Refusal]]
 ) -> Iterator[Match | Miss | int]:
     """Covers the chain from the left: at each op the first rule that matches and is not refused takes its run.
 
@@ -288,6 +352,9 @@ def cover(
         for rule in rules:
             match = _lay(rule, ops, at)
             if match is None:
+                miss = _structural(rule, ops, at)
+                if miss is not None:
+                    yield miss
                 continue
             reasons = refusals(match)
             if not reasons:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fusible.chain import Node
-from fusible.plan import Cut, Plan, Step, made_by, params_read_by
+from fusible.plan import Cut, Plan, Step, params_read_by
 
 __all__ = ["SEGMENT_BYTES", "find_cuts", "segments"]
 
@@ -45,7 +45,7 @@ def find_cuts(plan: Plan, sizes: dict[int, int]) -> tuple[Cut, ...]:
 
 def _source(plan: Plan, value: int) -> int | None:
     """The value that forward has in this one's place: itself, or what an op behind it that hands it on makes."""
-    if any(value in made_by(step) for step in plan.forward_steps):
+    if any(value in step.makes for step in plan.forward_steps):
         return value
     behind = [out for node in plan.nodes if node.op.hands_on and node.ins[0] == value for out in node.outs]
     return next((source for out in behind if (source := _source(plan, out)) is not None), None)

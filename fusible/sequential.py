@@ -120,17 +120,21 @@ class Sequential(torch.nn.Sequential):
     def explain(self, x: Tensor | None = None, *extra_inputs: Tensor, strict: bool = False, **inputs: Tensor) -> Any:
         """The plan for this kind of call, as text, as a table in a notebook, and as data. Nothing is run.
 
-        Shows for each step of both passes the ops it covers, its rule and its kernels; what is kept for backward, by
-        which op, in bytes; and for each rule that nearly applied, and each module that splits the chain, the reason.
+        Shows for each step of both passes the ops it covers, its rule and its kernels, the bytes that it reads and
+        writes, its FLOPs, and the time predicted from what `python -m fusible calibrate` measured; what is kept for
+        backward, by which op, in bytes; and for each rule that nearly applied, and each module that splits the chain,
+        the reason and the smallest change that would let it fuse. More in docs/explaining.md.
 
         Args:
             x, extra_inputs, inputs: as for a call; only shapes, dtypes, devices and `requires_grad` are looked at.
                 Without `x`: one row that requires grad, as wide as the first op that says its width asks for.
             strict: raise `RuntimeError` with the reasons if anything did not fuse.
         """
-        from fusible.explanation import Explanation, describe_input, explain_parts
+        from fusible import calibration
+        from fusible.explaining import explain_parts
+        from fusible.explanation import Explanation, describe_input
 
-        state = self._current()
+        state = self.resolved()
         if x is None:
             x, extra_inputs, inputs = state.default_inputs()
         values = {0: x, **state.bind(x, extra_inputs, inputs)}
@@ -140,12 +144,12 @@ class Sequential(torch.nn.Sequential):
         wanted = ["x"] if x.requires_grad and grad else []
         trained = sum(p.requires_grad for p in self.parameters()) if grad else 0
         wanted += [f"{trained} parameter" + ("" if trained == 1 else "s")] if trained else []
-        title = f"{type(self).__name__} on {describe_input(list(values.values()), wanted)}"
+        title = f"{type(self).__name__} on {describe_input(values.values(), wanted)}"
         if not grad:
             title += " (grad mode is off)"
         if torch.is_autocast_enabled(x.device.type):
             title += f" (autocast to {str(torch.get_autocast_dtype(x.device.type)).removeprefix('torch.')})"
-        explanation = Explanation(title, parts)
+        explanation = Explanation(title, parts, calibration.find()[1])
         if strict and explanation.unfused:
             raise RuntimeError(f"{type(self).__name__} is not fully fused: " + "; ".join(explanation.unfused))
         return explanation
@@ -157,7 +161,7 @@ class Sequential(torch.nn.Sequential):
 
         Raises `ValueError` if modules that are no ops split the block.
         """
-        state = self._current()
+        state = self.resolved()
         fuser = state.parts[0]
         if len(state.parts) > 1 or isinstance(fuser, Split):
             raise ValueError(
@@ -166,7 +170,8 @@ class Sequential(torch.nn.Sequential):
         values = {0: x, **state.bind(x, extra_inputs, inputs)}
         return fuser, tuple(values[value] for value in fuser.chain.inputs)
 
-    def _current(self) -> _State:
+    def resolved(self) -> _State:
+        """The container as it is now, resolved to chains and splits. For tools that look inside."""
         state = self._state
         return self._resolve() if state is None or not state.layout.watch.unchanged() else state
 

@@ -1,7 +1,8 @@
-"""Proofs for blocks, ops and rules: `check`, `check_op`, `check_rule`. The library's own tests call these.
+"""Proofs for blocks, ops and rules: `check`, `check_op`, `check_rule`, and `report`, which the library's tests call.
 
-Each compares what runs fused with the plain formulas under ordinary autograd, and raises `AssertionError` that names
-the first thing that differs: where, and by how much.
+Each compares what runs fused with the plain formulas under ordinary autograd, property by property. The first three
+raise `AssertionError` that names the first thing that differs: where, by how much, and what is likely the cause;
+`report` tries them all and says which hold.
 
 The one tolerance is in `fusible.tolerance`: in float64 a relative 1e-10 of the largest value; in any other dtype no
 further from the float64 result than twice what plain torch is in that dtype.
@@ -9,59 +10,25 @@ further from the float64 result than twice what plain torch is in that dtype.
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import html
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusible import executable
-from fusible.codegen import records
-from fusible.op import Op, Spec
+from fusible import properties
+from fusible._progress import progress
+from fusible.op import Op
+from fusible.properties import Property, guarded
 from fusible.rule import Rule, RuleSet
 from fusible.rules import NONE
 from fusible.sequential import Sequential
-from fusible.tolerance import coarsest_dtype, compare, require, same
-from fusible.trial import Trial, double, like, seed
 
-__all__ = ["check", "check_op", "check_rule"]
-
-#: Frozen subsets are tried all up to this many differentiable tensors, else each alone and all but each.
-MAX_SUBSETS_OF = 5
-#: Finite differences are taken element by element up to this many, else along random directions.
-MAX_BY_ELEMENT = 100
-
-
-def _gradient_layouts() -> dict[str, Callable[[Tensor], Tensor]]:
-    return {
-        "zero-stride incoming gradient": lambda d: d.flatten()[:1].squeeze(0).expand(d.shape) if d.numel() else d,
-        "transposed incoming gradient": lambda d: d.transpose(0, -1).contiguous().transpose(0, -1),
-        "sliced incoming gradient": lambda d: torch.cat([d, d + 1], -1)[..., : d.shape[-1]],
-    }
-
-
-def _input_layouts() -> dict[str, Callable[[Tensor], Tensor]]:
-    return {
-        "transposed input": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
-        "sliced input": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
-        "every other row": lambda x: x.repeat_interleave(2, 0)[::2],
-        "expanded input": lambda x: x[:1].expand(x.shape),
-    }
-
-
-def _subsets(names: Sequence[str]) -> Iterator[set[str]]:
-    if len(names) <= MAX_SUBSETS_OF:
-        for size in range(1, len(names) + 1):
-            yield from (set(some) for some in itertools.combinations(names, size))
-        return
-    for name in names:
-        yield {name}
-        yield set(names) - {name}
-    yield set(names)
+__all__ = ["Finding", "Report", "check", "check_op", "check_rule", "report"]
 
 
 def check(
@@ -75,10 +42,10 @@ def check(
     """Checks a block, fused as it is, against its plain formulas: values and every gradient.
 
     With the inputs as given; with grad mode off; with strided, transposed and expanded inputs, parameters and incoming
-    gradients (`layouts`); with every frozen subset (`frozen`); with each output unused and alone; with a retained
-    graph; under saved-tensor hooks; with no rows. Inputs, parameters and incoming gradients must stay untouched, no
-    gradient may share memory with an incoming one or another, and an output that shares memory must refuse in-place
-    changes.
+    gradients (`layouts`); with every frozen subset (`frozen`; of more than five tensors each alone and all but each);
+    with each output unused and alone; with a retained graph; twice, for the same bits; under saved-tensor hooks; with
+    no rows. Inputs, parameters and incoming gradients must stay untouched, no gradient may share memory with an
+    incoming one or another, and an output that shares memory must refuse in-place changes.
 
     Args:
         block: any `Sequential`; it is left as it was, gradients aside, which it has none of afterwards.
@@ -88,257 +55,210 @@ def check(
     Raises:
         AssertionError: naming what differs, where and by how much.
     """
-    wanted = [(p, p.requires_grad) for p in block.parameters()]
-    try:
-        with _checked_always(), torch.random.fork_rng(devices=[]):
-            _check(block, inputs, named, layouts, frozen)
-            if gradcheck:
-                _gradcheck(block, inputs, named)
-    finally:
-        for parameter, wants in wanted:
-            parameter.requires_grad_(wants).grad = None
-
-
-def _check(block: Sequential, inputs: Sequence[Tensor], named: dict, layouts: bool, frozen: bool) -> None:
-    case = Trial(block, inputs, named)
-    case.compare("as given")
-    with torch.no_grad():
-        case.compare("grad mode off")
-    count = len(case.run(block, block.reference, case.inputs, case.named).outputs)
-    for place in range(count) if count > 1 else ():
-        case.used = lambda p, place=place: p != place  # type: ignore[misc]
-        case.compare(f"output {place} unused")
-        case.used = lambda p, place=place: p == place  # type: ignore[misc]
-        case.compare(f"output {place} alone")
-    case.used = lambda place: True
-    case.hooks = lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t)
-    case.compare("under saved-tensor hooks")
-    case.hooks = contextlib.nullcontext
-    if frozen:
-        for names in _subsets(_differentiable(case)):
-            case.frozen = names
-            case.compare(f"frozen {', '.join(sorted(case.frozen))}")
-        case.frozen = set()
-    if layouts:
-        _check_layouts(case)
-    if all(t.dim() > 1 for t in (*case.inputs, *case.named.values())):
-        empty = Trial(block, [t[:0] for t in case.inputs], {n: t[:0] for n, t in named.items()})
-        if empty.fits():
-            empty.compare("zero rows")
-    _check_retained(case)
-
-
-def _check_layouts(case: Trial) -> None:
-    for what, case.layout in _gradient_layouts().items():
-        case.compare(what)
-    case.layout = lambda grad: grad
-    for what, change in _input_layouts().items():
-        Trial(case.block, [change(t) for t in case.inputs], {n: change(t) for n, t in case.named.items()}).compare(what)
-    strided = copy.deepcopy(case.block)
-    for parameter in strided.parameters():
-        parameter.data = torch.stack([parameter.data.mT if parameter.dim() > 1 else parameter.data] * 2, -1)[..., 0]
-        parameter.data = parameter.data.mT if parameter.dim() > 1 else parameter.data
-    Trial(strided, case.inputs, case.named).compare("strided parameters")
-
-
-def _gradcheck(block: Sequential, inputs: Sequence[Tensor], named: dict[str, Tensor]) -> None:
-    exact = copy.deepcopy(block).double()
-    for parameter in exact.parameters():
-        parameter.requires_grad_()
-    xs = [double(t.detach()).requires_grad_(t.is_floating_point()) for t in (*inputs, *named.values())]
-    names = [name for name, _ in exact.named_parameters()]
-    leaves = [*xs, *[p.detach().requires_grad_() for p in exact.parameters()]]
-
-    def run(*tensors: Tensor) -> Any:
-        seed()
-        params = dict(zip(names, tensors[len(xs) :], strict=True))
-        keywords = dict(zip(named, tensors[len(inputs) : len(xs)], strict=True))
-        return torch.func.functional_call(exact, params, tensors[: len(inputs)], keywords)
-
-    if any(leaf.requires_grad for leaf in leaves):
-        by_projection = sum(leaf.numel() for leaf in leaves) > MAX_BY_ELEMENT
-        torch.autograd.gradcheck(run, leaves, fast_mode=by_projection)
-        torch.autograd.gradgradcheck(run, leaves, fast_mode=by_projection)
-
-
-def _differentiable(case: Trial) -> list[str]:
-    tensors = [*case.inputs, *case.named.values(), *case.block.parameters()]
-    return [name for name, t in zip(case.names(), tensors, strict=True) if t.is_floating_point()]
-
-
-def _check_retained(case: Trial) -> None:
-    """A call in between, and a second backward of a retained graph, leave the gradients as they are."""
-
-    def forward(factor: float) -> tuple[list[Tensor], list[Tensor]]:
-        xs = [(t * factor).requires_grad_() if t.is_floating_point() else t for t in case.inputs]
-        seed()
-        outs = case.block(*xs, **case.named)
-        outs = [out for out in (outs if isinstance(outs, tuple) else (outs,)) if out.requires_grad]
-        return outs, [t for t in (*xs, *case.block.parameters()) if t.requires_grad]
-
-    def backward(outs: list[Tensor], leaves: list[Tensor], retain: bool) -> tuple[Tensor | None, ...]:
-        douts = [like(out, place) for place, out in enumerate(outs)]
-        return torch.autograd.grad(outs, leaves, douts, retain_graph=retain, allow_unused=True)
-
-    outs, leaves = forward(1)
-    if outs and leaves:
-        alone = backward(outs, leaves, False)
-        outs, leaves = forward(1)
-        forward(-0.5)
-        require(_all_same(alone, backward(outs, leaves, True)), "a call in between changes the gradients")
-        text = "a second backward through a retained graph gives other gradients"
-        require(_all_same(alone, backward(outs, leaves, False)), text)
-
-
-def _all_same(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> bool:
-    return all(a is b if a is None or b is None else same(a, b) for a, b in zip(some, others, strict=True))
-
-
-@contextlib.contextmanager
-def _checked_always() -> Iterator[None]:
-    before, executable.CHECK_ALWAYS = executable.CHECK_ALWAYS, True
-    try:
-        yield
-    finally:
-        executable.CHECK_ALWAYS = before
+    with guarded(block):
+        for found in properties.of_block(block, inputs, named, layouts, frozen):
+            found.check()
+        if gradcheck:
+            properties.gradcheck(block, inputs, named)
 
 
 def check_op(op: Op, *inputs: Tensor, gradcheck: bool = True) -> None:
     """Checks an op alone: its `fwd` and `bwd` against its `reference`, as `check` does, and its `infer`.
 
+    And with other numbers of rows, ranks 1 to 5, each floating dtype, values far from zero, many rows in bfloat16, and
+    random shapes with random strides.
+
     Args:
         op: any op.
         inputs: `x` and the op's extra inputs, by position or, those that have a name, in that order too.
         gradcheck: also compare with finite differences, and the second derivative with those of the first.
+
+    Raises:
+        AssertionError: naming what differs, where and by how much.
     """
-    shared = [name for name in op.extra_input_names() if name is not None]
-    block = Sequential(op, rules=NONE, inputs=shared)
-    if type(op).infer is not Op.infer:
-        _check_infer(op, inputs)
-    positional = inputs[: len(inputs) - len(shared)]
-    named = dict(zip(shared, inputs[len(positional) :], strict=True))
-    check(block, *positional, gradcheck=gradcheck, **named)  # type: ignore[arg-type]
-    _check_sizes(block, positional, named)
+    block, found = _of_op(op, inputs, gradcheck)
+    with guarded(block):
+        for each in found:
+            each.check()
 
 
-def _check_infer(op: Op, inputs: Sequence[Tensor]) -> None:
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        outs = op(*[t.detach() for t in inputs])
-    said = op.infer(*[Spec(tuple(t.shape), t.dtype, t.device) for t in inputs])
-    outs = outs if isinstance(outs, tuple) else (outs,)
-    for place, (spec, out) in enumerate(zip((said,) if isinstance(said, Spec) else said, outs, strict=True)):
-        got = Spec(tuple(out.shape), out.dtype, out.device)
-        require(spec == got, f"output {place}: infer says {_shown(spec)}, reference gives {_shown(got)}")
-
-
-def _shown(spec: Spec) -> str:
-    return f"{list(spec.shape)} {spec.dtype} on {spec.device}"
-
-
-def check_rule(rule: Rule, ops: Iterable[Any], *inputs: Tensor, **named: Tensor) -> None:
-    """Checks a rule on a chain of ops: it fires, its records equal the unfused ones, and `check` holds.
+def check_rule(rule: Rule, ops: Iterable[Any], *inputs: Tensor, gradcheck: bool = True, **named: Tensor) -> None:
+    """Checks a rule on a chain of ops: it fires, its records equal the unfused ones, and what `check_op` tries holds.
 
     Args:
         rule: made by `@forward`, `@backward` or `@rewrite`.
         ops: the chain, or a `Sequential` of it.
         inputs, named: as for a call of the block; they should be such that gradients are wanted.
+        gradcheck: also compare with finite differences in float64.
 
     Raises:
         AssertionError: the rule did not fire (with the reasons it gave), a record or a gradient differs.
     """
+    block, found = _of_rule(rule, ops, inputs, named, gradcheck)
+    with guarded(block):
+        for each in found:
+            each.check()
+
+
+_Found = tuple[Sequential, Iterator[Property]]
+
+
+def _of_block(block: Sequential, inputs: Sequence[Tensor], named: dict[str, Tensor], gradcheck: bool) -> _Found:
+    def found() -> Iterator[Property]:
+        yield from properties.of_block(block, inputs, named)
+        if gradcheck:
+            yield Property("finite differences", functools.partial(properties.gradcheck, block, inputs, named))
+
+    return block, found()
+
+
+def _of_op(op: Op, inputs: Sequence[Tensor], gradcheck: bool) -> _Found:
+    shared = [name for name in op.extra_input_names() if name is not None]
+    block = Sequential(op, rules=NONE, inputs=shared)
+    positional = inputs[: len(inputs) - len(shared)]
+    named = dict(zip(shared, inputs[len(positional) :], strict=True))
+
+    def found() -> Iterator[Property]:
+        yield from properties.of_op(op, inputs)
+        yield from _of_block(block, positional, named, gradcheck)[1]
+        yield from properties.of_sizes(block, positional, named)
+
+    return block, found()
+
+
+def _of_rule(
+    rule: Rule, ops: Iterable[Any], inputs: Sequence[Tensor], named: dict[str, Tensor], gradcheck: bool
+) -> _Found:
     modules = list(ops.children()) if isinstance(ops, Sequential) else list(ops)
     declared = ops.inputs if isinstance(ops, Sequential) else ()
     block = Sequential(*modules, rules=RuleSet((rule,)), inputs=declared)
-    asked = [t.detach().requires_grad_(t.is_floating_point()) for t in inputs]
-    explanation = block.explain(*asked, **named)  # type: ignore[arg-type]
-    fired = [row.rule for part in explanation.parts for row in (*part.forward, *part.backward)]
-    rewritten = [note for part in explanation.parts for note in part.notes if note.startswith("rewritten: ")]
-    if rule.name not in fired and not any(rule.name in note for note in rewritten):
-        reasons = "; ".join(explanation.unfused) or "its pattern does not occur"
-        raise AssertionError(f"rule {rule.name} did not fire: {reasons}")
-    if rule.direction == "forward":
-        _check_records(block, rule, asked, named)
-    check(block, *inputs, **named)  # type: ignore[arg-type]
-    _check_sizes(block, inputs, named)
+
+    def found() -> Iterator[Property]:
+        yield from properties.of_rule(rule, block, inputs, named)
+        yield from properties.of_block(block, inputs, named)
+        if gradcheck:  # double backward replays the formulas, so that it tells nothing of the rule
+            differences = functools.partial(properties.gradcheck, block, inputs, named, second=False)
+            yield Property("finite differences", differences)
+        yield from properties.of_sizes(block, inputs, named)
+
+    return block, found()
 
 
-#: Numbers of rows that leave tails of every length; and how many it takes for a sum in a narrow dtype to stand still.
-ROWS = (5, 16, 33, 1)
-MANY_ROWS = 700
-#: What is added to the inputs for the case of a large mean.
-LARGE_MEAN = 4096.0
+# -- all of it, as a report --------------------------------------------------------------------------------------------
 
 
-def _check_sizes(block: Sequential, inputs: Sequence[Tensor], named: dict[str, Tensor]) -> None:
-    """More and fewer rows, values far from zero, and many rows in bfloat16."""
-    given = [*inputs, *named.values()]
-    wanted = [(p, p.requires_grad) for p in block.parameters()]
-    try:
-        with _checked_always(), torch.random.fork_rng(devices=[]):
-            if all(t.dim() > 1 and t.shape[0] for t in given) and given:
-                for rows in ROWS:
-                    _compare_changed(f"{rows} rows", block, inputs, named, functools.partial(_rows, rows=rows))
-                if all(t.is_floating_point() for t in given):
-                    narrow = copy.deepcopy(block).to(torch.bfloat16)
-                    what = f"{MANY_ROWS} rows in bfloat16"
-                    _compare_changed(what, narrow, inputs, named, _many_rows, lambda grad: grad + 1)  # for large sums
-            if all(t.is_floating_point() for t in given):
-                _compare_changed("large mean", block, inputs, named, lambda t: t + LARGE_MEAN)
-    finally:
-        for parameter, wants in wanted:
-            parameter.requires_grad_(wants).grad = None
+@dataclass(frozen=True)
+class Finding:
+    """Whether one property holds.
+
+    Attributes:
+        message: what differs, where, by how much and why; empty where the property holds.
+    """
+
+    name: str
+    ok: bool
+    message: str
+    seconds: float
 
 
-def _compare_changed(
-    what: str,
-    block: Sequential,
-    inputs: Sequence[Tensor],
-    named: dict[str, Tensor],
-    change: Callable[[Tensor], Tensor],
-    layout: Callable[[Tensor], Tensor] = lambda grad: grad,
-) -> None:
-    case = Trial(block, [change(t.detach()) for t in inputs], {name: change(t.detach()) for name, t in named.items()})
-    case.layout = layout
-    if case.fits():
-        case.compare(what)
+@dataclass(frozen=True)
+class Report:
+    """What `report` found, property by property. `str()` gives text; in a notebook it shows as a table."""
+
+    title: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every property holds."""
+        return all(found.ok for found in self.findings)
+
+    @property
+    def failures(self) -> tuple[Finding, ...]:
+        """The properties that do not hold, in the order in which they were tried."""
+        return tuple(found for found in self.findings if not found.ok)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return {**asdict(self), "ok": self.ok}
+
+    def _verdict(self) -> str:
+        count = len(self.findings)
+        return f"all {count} properties hold" if self.ok else f"{len(self.failures)} of {count} properties do not hold"
+
+    def __str__(self) -> str:
+        lines = [f"{'ok    ' if found.ok else 'FAILED'}  {found.name}" + (f": {found.message}" if found.message else "")
+                 for found in self.findings]  # fmt: skip
+        return "\n".join([self.title, "", *lines, "", self._verdict()])
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{'ok' if found.ok else 'failed'}</td><td>{html.escape(found.name)}</td>"
+            f"<td>{html.escape(found.message)}</td></tr>"
+            for found in self.findings
+        )
+        return f"<h3>{html.escape(self.title)}</h3><table>{rows}</table><p>{self._verdict()}</p>"
 
 
-def _rows(tensor: Tensor, rows: int) -> Tensor:
-    """So many rows, those of the tensor again and again, each a little different."""
-    repeated = tensor[torch.arange(rows) % tensor.shape[0]]
-    if not tensor.is_floating_point():
-        return repeated
-    factor = 1 + (torch.arange(rows, device=tensor.device) % 7) / 8
-    return repeated * factor.to(tensor.dtype).view(-1, *[1] * (tensor.dim() - 1))
+def report(
+    target: Sequential | Op | Rule,
+    *inputs: Tensor,
+    ops: Iterable[Any] | None = None,
+    gradcheck: bool = True,
+    **named: Tensor,
+) -> Report:
+    """Tries every property of a block, an op or a rule, and reports which hold; nothing is raised for one that fails.
+
+    Args:
+        target: a `Sequential`, checked as `check` does; an op, as `check_op`; or a rule on `ops`, as `check_rule`.
+        inputs, named: as for a call; a block may go without, and gets four rows of random numbers.
+        ops: the chain of a rule, or a `Sequential` of it.
+        gradcheck: also compare with finite differences in float64.
+
+    Raises:
+        TypeError: `target` is none of these, a rule comes without `ops`, an op or a rule without inputs.
+    """
+    if isinstance(target, Sequential):
+        given, named = (inputs, named) if inputs else _made_up(target)
+        title, (block, found) = f"{type(target).__name__}", _of_block(target, given, named, gradcheck)
+    elif isinstance(target, (Op, Rule)) and not inputs:
+        raise TypeError(f"report: {_name(target)} needs inputs; pass them as for a call")
+    elif isinstance(target, Op):
+        title, (block, found) = f"op {_name(target)}", _of_op(target, inputs, gradcheck)
+    elif isinstance(target, Rule):
+        if ops is None:
+            raise TypeError(f"report: {_name(target)} needs a chain on which it fires; pass ops=[...]")
+        title, (block, found) = f"rule {target.name}", _of_rule(target, ops, inputs, named, gradcheck)
+    else:
+        raise TypeError(f"report: target must be a Sequential, an op or a rule, got {_name(target)}")
+    with guarded(block):
+        return Report(title, tuple(_tried(title, found)))
 
 
-def _many_rows(tensor: Tensor) -> Tensor:
-    return _rows(tensor, MANY_ROWS).bfloat16()
+def _tried(title: str, found: Iterator[Property]) -> Iterator[Finding]:
+    tried = list(found)
+    with progress(f"check of {title}", len(tried)) as advance:
+        for each in tried:
+            start, message = time.perf_counter(), ""
+            try:
+                each.check()
+            except Exception as error:  # a kernel may fail in any way, and the others are to be tried too
+                text = " ".join(str(error).split()).removeprefix(f"{each.name}: ")
+                message = text if isinstance(error, AssertionError) else f"{type(error).__name__}: {text}"
+            yield Finding(each.name, not message, message, time.perf_counter() - start)
+            advance()
 
 
-def _check_records(block: Sequential, rule: Rule, inputs: Sequence[Tensor], named: dict[str, Tensor]) -> None:
-    """Law 2: each record of a forward rule equals the unfused one, as far as the coarsest dtype in play can tell."""
-    coarsest = coarsest_dtype([*inputs, *named.values(), *block.parameters()])
-    fused, plain = _records(block, block.rules, inputs, named), _records(block, NONE, inputs, named)
-    for (node, record), (_, other) in zip(fused, plain, strict=True):
-        for field, a, b in zip(type(record).fields, record, other, strict=True):
-            what = f"rule {rule.name}: record {field} of {node}"
-            if isinstance(a, Tensor) and isinstance(b, Tensor):
-                exact = b.double()
-                if b.is_floating_point():
-                    a, b = a.to(coarsest), b.to(coarsest)
-                compare(what, a, b, exact)
-            else:
-                require(type(a) is type(b), f"{what} is {a!r}, unfused {b!r}")
+def _name(target: Any) -> str:
+    return f"rule {target.name}" if isinstance(target, Rule) else type(target).__name__
 
 
-def _records(
-    block: Sequential, rules: RuleSet, inputs: Sequence[Tensor], named: dict[str, Tensor]
-) -> list[tuple[Any, Any]]:
-    """(node, record) of a block that is one chain."""
-    fuser_, values = block.single_chain(*inputs, **named)
-    found, flat, _ = fuser_.find(values, rules)
-    assert found is not None
-    seed()
-    with torch.no_grad():
-        return list(zip(records(found.plan), found.run(flat)[1], strict=True))
+def _made_up(block: Sequential) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """Four rows for a block: as wide as its first op that says its width asks for."""
+    x, extras, named = block.resolved().default_inputs()
+
+    def rows(like: Tensor) -> Tensor:
+        drawn = torch.randn(4, like.shape[-1], generator=torch.Generator().manual_seed(0))
+        return drawn.to(like.device, like.dtype)
+
+    return tuple(rows(t) for t in (x, *extras)), {name: rows(t) for name, t in named.items()}

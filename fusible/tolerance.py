@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fusible.diagnosis import likely_cause
 
-__all__ = ["NEARBY", "check_kind", "coarsest_dtype", "compare", "moved", "require", "same"]
+__all__ = ["NEARBY", "allowed", "check_kind", "coarsest_dtype", "compare", "distance", "moved", "require", "same"]
 
 #: How many results nearby are looked at where plain torch was nearer than the fused result.
 NEARBY = 4
@@ -60,9 +60,9 @@ def compare(
         return
     nan = fused.isnan()
     require(bool(((nan == plain.isnan()) | (nan == exact.isnan())).all()), f"{what} is NaN elsewhere than in reference")
-    error, limit = _error(fused, exact), _limit(plain, exact, coarsest)
+    error, limit = distance(fused, exact), allowed(plain, exact, coarsest)
     if error > limit:
-        limit = max([limit, *[2 * _error(near, exact) for near in nearby() if near is not None]])
+        limit = max([limit, *[2 * distance(near, exact) for near in nearby() if near is not None]])
     if error > limit:
         place, because = _worst(fused, exact), _because(what, fused, exact, limit)
         raise AssertionError(
@@ -94,7 +94,8 @@ def _presence(tensor: Tensor | None) -> str:
     return "missing" if tensor is None else "there"
 
 
-def _error(got: Tensor, exact: Tensor) -> float:
+def distance(got: Tensor, exact: Tensor) -> float:
+    """The largest absolute difference; places that are not a number in either count for nothing."""
     return _difference(got, exact).max().item() if got.numel() else 0.0
 
 
@@ -103,13 +104,14 @@ def _difference(got: Tensor, exact: Tensor) -> Tensor:
     return torch.where(got.double() == exact.double(), 0.0, difference).nan_to_num(0.0)
 
 
-def _limit(plain: Tensor, exact: Tensor, coarsest: torch.dtype) -> float:
+def allowed(plain: Tensor, exact: Tensor, coarsest: torch.dtype) -> float:
+    """How far from `exact` a result may be: the one tolerance, where plain torch got `plain`."""
     finite = exact.double().abs()
     scale = finite[finite.isfinite()].max().item() if finite.isfinite().any() else 0.0
     dtype = coarsest if plain.dtype == torch.float64 else plain.dtype
     if dtype == torch.float64:
         return 1e-10 * max(scale, 1e-3)
-    return 2 * max(_error(plain, exact), torch.finfo(dtype).eps * scale)
+    return 2 * max(distance(plain, exact), torch.finfo(dtype).eps * scale)
 
 
 def _worst(got: Tensor, exact: Tensor) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from fusible.kernels.dropout import same_masks
 from fusible.sequential import Sequential
 from fusible.tolerance import NEARBY, check_kind, coarsest_dtype, compare, moved, require, same
 
-__all__ = ["Trial", "double", "like", "seed"]
+__all__ = ["SEED", "Trial", "double", "like", "seed"]
 
 SEED = 20
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 from test_structure import MAY_IMPORT
 
-from fusible import kernels, ops, rules
+from fusible import calibration, kernels, ops, rules
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -62,7 +62,7 @@ def run_page(path: pathlib.Path):
             continue
         code = compile("\n" * (block.line - 1) + block.text, str(path), "exec")
         printed = io.StringIO()
-        with contextlib.redirect_stdout(printed), kernels.use("reference"):
+        with contextlib.redirect_stdout(printed), kernels.use("reference"), calibration.use(None):
             exec(code, space)
         yield block, printed.getvalue(), shown_output(blocks, place)
 

@@ -212,6 +212,63 @@ class RedrawnMask(Op):
         return x * saved.mask * 2
 
 
+class OneRankOnly(Planted):
+    """Takes x to be a matrix: what it subtracts is the mean of dimension 1."""
+
+    def reference(self, x):
+        return x - x.mean(-1, keepdim=True)
+
+    def fwd(self, x):
+        return Out(x - x.mean(min(1, x.dim() - 1), keepdim=True), saved=self.Saved(x))
+
+    def bwd(self, saved, dy):
+        return Grads(dy - dy.mean(-1, keepdim=True))
+
+
+class ThroughFloat8(Planted):
+    """Goes through fewer digits where it takes x to have a dtype that it has not."""
+
+    def fwd(self, x):
+        y = torch.nn.functional.silu(x)
+        return Out(y.to(torch.float8_e5m2).to(x.dtype) if x.dtype is torch.float16 else y, saved=self.Saved(x))
+
+
+class LeadingStride(Planted):
+    """Heeds the strides of matrices alone."""
+
+    def fwd(self, x):
+        flat = torch.as_strided(x, x.shape, torch.empty(x.shape).stride()) if x.dim() > 2 else x
+        return Out(torch.nn.functional.silu(flat), saved=self.Saved(x))
+
+
+class OtherEachTime(Planted):
+    """The last bits depend on how often it was called, as with sums in no fixed order."""
+
+    calls = 0
+
+    def fwd(self, x):
+        type(self).calls += 1
+        return Out(torch.nn.functional.silu(x) * (1 + 1e-13 * (self.calls % 2)), saved=self.Saved(x))
+
+
+class Detached(Planted):
+    """Formula and kernels agree, and are no derivative of each other."""
+
+    def reference(self, x):
+        return x * x.detach()
+
+    def fwd(self, x):
+        return Out(x * x, saved=self.Saved(x))
+
+    def bwd(self, saved, dy):
+        return Grads(dy * saved.x)
+
+
+@backward
+def agrees_with_a_wrong_formula(op: Detached, /, saved, dy):
+    return Grads(dy * saved.x)
+
+
 class Fault(NamedTuple):
     name: str
     run: Callable[[], None]
@@ -251,6 +308,17 @@ FAULTS = [
           r"gradient of input 0 is off by .*; zeros are in other places: a mask was drawn again"),
     Fault("a bias ignored", lambda: check_rule(ignored_bias, [linear()], values(3, 6)),
           r"output 0 is off by .*; the difference is the same in each row: a bias is left out, or added twice"),
+    Fault("right for matrices alone", lambda: check_op(OneRankOnly(), values(3, 6)),
+          r"rank 3: output 0 is off by .*; only for this rank: something takes x to be a matrix"),
+    Fault("another dtype in between", lambda: check_op(ThroughFloat8(), values(3, 6)),
+          r"as float16: output 0 is off by .*; only in float16: something goes through another dtype"),
+    Fault("strides ignored beyond matrices", lambda: check_op(LeadingStride(), values(3, 6)),
+          r"random case \d, leading \[.*\], memory order .*: output 0 is off by .*; only for these shapes, strides"),
+    Fault("other bits each time", lambda: check_op(OtherEachTime(), values(3, 6)),
+          r"determinism: two calls from one random state give other outputs: number 0 differs by .* at \("),
+    Fault("a formula that is wrong as well",
+          lambda: check_rule(agrees_with_a_wrong_formula, [Detached()], values(3, 6)),
+          r"^finite differences: Jacobian mismatch for output 0 with respect to input 0"),
 ]  # fmt: skip
 
 

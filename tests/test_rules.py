@@ -55,16 +55,18 @@ def freeze(chain: list, name: str, at: int = 0) -> None:
     getattr(chain[at], name).requires_grad_(False)
 
 
+FROZEN = "the weight is frozen, so its input is not kept anyway: let it require grad"
 NARROW_BIAS = "Bias is torch.float32, Linear computes in torch.float64: give both one dtype"
-NARROW_X = "x is torch.float32, the weight torch.float64 and the result torch.float64: the GEMMs need one dtype"
+NARROW_X = "x is torch.float32, the weight torch.float64 and the result torch.float64: make x torch.float64"
 
 
 def narrow_bias(chain: list) -> None:
     chain[0].bias.data = chain[0].bias.data.float()
 
 
-ONE_PASS = "no kernel here gives gradient and output in one pass; rules.LEAN does it in two"
-TWO_DTYPES = "the extra input is torch.float32, the stream torch.float64: they need one dtype"
+NARROW_EXTRA = "the extra input is torch.float32, Linear computes in torch.float64: make the extra input torch.float64"
+ONE_PASS = "no kernel here gives gradient and output in one pass: rules.LEAN does it in two"
+TWO_DTYPES = "the extra input is torch.float32, the stream torch.float64: make the extra input torch.float64"
 
 
 def recomputed(suffix: str) -> list[Case]:
@@ -76,7 +78,7 @@ def recomputed(suffix: str) -> list[Case]:
         *[Case(activation, lambda act=act: [act(), ops.Linear(6, 4).double()])
           for act in (ops.GELU, ops.QGELU, ops.SReLU, ops.SiLU)],
         *[Case(activation, lambda act=act: [act(), ops.Linear(3, 4, bias=False).double()]) for act in gated],
-        Case(activation, lambda: [ops.GELU(), linear()], "the weight is frozen, so its input is not kept anyway",
+        Case(activation, lambda: [ops.GELU(), linear()], FROZEN,
              lambda chain: freeze(chain, "weight", 1)),
         Case(activation, lambda: [ops.GELU(), linear()], NARROW_X, x=F32),
         Case(activation, lambda: [ops.Bias(6).double(), ops.GELU(), linear()]),
@@ -87,7 +89,7 @@ def recomputed(suffix: str) -> list[Case]:
         Case(norm, lambda: [ops.Residual(ops.LayerNorm(6, bias=False).double(), linear())]),
         Case(norm, lambda: [ops.RMSNorm((3, 6), elementwise_affine=False), linear()]),
         Case(norm, lambda: [ops.LayerNorm((3, 6)).double(), linear()]),
-        Case(norm, lambda: [ops.RMSNorm(6).double(), linear()], "the weight is frozen, so its input is not kept anyway",
+        Case(norm, lambda: [ops.RMSNorm(6).double(), linear()], FROZEN,
              lambda chain: freeze(chain, "weight", 1)),
         Case(norm, lambda: [ops.RMSNorm(6).double(), linear()], NARROW_X, x=F32),
         Case(pair, lambda: [ops.RMSNorm(6).double(), ops.PairLinear(6, 4).double()]),
@@ -113,34 +115,35 @@ CASES = [
     Case("linear_activation", lambda: [linear(), ops.SReLU()], grad=False),
     Case("linear_activation", lambda: [linear(), ops.SiLU()], grad=False),
     Case("linear_activation", lambda: [linear(), ops.GELU()],
-         "backward of GELU reads its input, so GELU cannot write over it"),
+         "backward of GELU reads its input, so GELU cannot write over it: one whose backward reads its output can (ReLU, "
+         "Sigmoid, Tanh), and any can where no gradient is wanted"),
     Case("linear_activation", lambda: [linear(), ops.ReLU()], NARROW_BIAS, narrow_bias),
     Case("linear_add", lambda: [linear(), ops.AddExtraInput()], extras=(F64,)),
     Case("linear_add", lambda: [linear(bias=False), ops.AddExtraInput()], extras=(F64,)),
     Case("linear_add", lambda: [ops.Residual(ops.Identity(), linear())]),
     Case("linear_add", lambda: [linear(), ops.AddExtraInput()], NARROW_BIAS, narrow_bias, extras=(F64,)),
     Case("linear_add", lambda: [linear(), ops.AddExtraInput()],
-         "the extra input is torch.float32, Linear computes in torch.float64", extras=(F32,)),
+         NARROW_EXTRA, extras=(F32,)),
     *[Case("add_norm", lambda norm=norm: [ops.AddExtraInput(), ops.MakeExtraOutput(), norm(6).double()], extras=(F64,))
       for norm in (ops.RMSNorm, ops.LayerNorm)],
     Case("add_norm", lambda: [ops.AddExtraInput(), ops.RMSNorm(6, zero_centered_gamma=True).double()], extras=(F64,)),
     Case("add_norm", lambda: [ops.AddExtraInput(), ops.LayerNorm((3, 6), elementwise_affine=False)], extras=(F64,)),
     Case("add_norm", lambda: [ops.AddExtraInput(), ops.RMSNorm(6).double()],
-         "the extra input is torch.float32, the stream torch.float64: they need one dtype", extras=(F32,)),
+         TWO_DTYPES, extras=(F32,)),
     Case("linear_add_norm", lambda: [linear(), ops.AddExtraInput(), ops.RMSNorm(6).double()], extras=(F64,)),
     Case("linear_add_norm", lambda: [ops.Residual(linear(bias=False)), ops.Residual(ops.LayerNorm(6).double())]),
     Case("linear_add_norm", lambda: [linear(), ops.AddExtraInput(), ops.RMSNorm(6).double()],
-         "the extra input is torch.float32, Linear computes in torch.float64", extras=(F32,)),
+         NARROW_EXTRA, extras=(F32,)),
     Case("linear_add_norm", lambda: [linear(), ops.AddExtraInput(), ops.RMSNorm(6).double()], NARROW_BIAS, narrow_bias,
          extras=(F64,)),
     Case("linear_scale_add", lambda: [linear(bias=False), ops.ConstantScale(0.3), ops.AddExtraInput()], extras=(F64,)),
     Case("linear_scale_add", lambda: [ops.Residual(linear(bias=False), ops.ConstantScale(-2))]),
     Case("linear_scale_add", lambda: [linear(bias=False), ops.ConstantScale(0.3), ops.AddExtraInput()],
-         "the extra input is torch.float32, Linear computes in torch.float64", extras=(F32,)),
+         NARROW_EXTRA, extras=(F32,)),
     *[Case("bias_activation", lambda act=act: [ops.Bias(6).double(), act()])
       for act in (ops.GELU, ops.QGELU, ops.ReLU, ops.SReLU, ops.SiLU, ops.Sigmoid, ops.Tanh)],
     Case("bias_activation", lambda: [linear(), ops.GELU()]),
-    Case("bias_activation", lambda: [linear(), ops.GELU()], "the bias is frozen, so there is no gradient to sum",
+    Case("bias_activation", lambda: [linear(), ops.GELU()], "the bias is frozen, so there is no gradient to sum: let it require grad",
          lambda chain: freeze(chain, "bias")),
     Case("dlinear_add", lambda: [ops.MakeExtraOutput(), linear()]),
     Case("dlinear_add", lambda: [ops.Residual(linear(bias=False))]),
@@ -151,12 +154,14 @@ CASES = [
     Case("dresidual_rms_norm", lambda: [ops.MakeExtraOutput(), ops.RMSNorm(6, zero_centered_gamma=True).double()]),
     Case("dresidual_rms_norm", lambda: [ops.MakeExtraOutput(), ops.RMSNorm((3, 6), elementwise_affine=False)]),
     Case("dresidual_rms_norm", lambda: [Opaque(), ops.MakeExtraOutput(), ops.RMSNorm(6).double()],
-         "shapes behind Opaque (op 0) are unknown: its formula cannot be asked without data"),
+         "shapes behind Opaque (op 0) are unknown, as its formula cannot be asked without data: give Opaque a method "
+         "infer"),
     Case("dresidual_layer_norm", lambda: [ops.Residual(ops.LayerNorm(6).double(), ops.Tanh())]),
     Case("dresidual_layer_norm", lambda: [ops.MakeExtraOutput(), ops.LayerNorm(6, bias=False).double()]),
     Case("dresidual_layer_norm", lambda: [ops.MakeExtraOutput(), ops.LayerNorm((3, 6)).double()]),
     Case("dresidual_layer_norm", lambda: [Opaque(), ops.MakeExtraOutput(), ops.LayerNorm(6).double()],
-         "shapes behind Opaque (op 0) are unknown: its formula cannot be asked without data"),
+         "shapes behind Opaque (op 0) are unknown, as its formula cannot be asked without data: give Opaque a method "
+         "infer"),
     *recomputed("recompute"),
     *(recomputed("onepass") if library.load() else []),
     Case("activation_linear_onepass", lambda: [ops.GELU(), linear()], ONE_PASS, backend="reference"),
@@ -168,7 +173,8 @@ CASES = [
     Case("bias_act", lambda: [ops.Bias(6), ops.GELU("tanh")], x=BF16),
     Case("bias_act", lambda: [ops.Bias(6).double(), ops.GELU()], grad=False),
     Case("bias_act", lambda: [Opaque(), ops.Bias(6).double(), ops.GELU()],
-         "shapes behind Opaque (op 0) are unknown: its formula cannot be asked without data"),
+         "shapes behind Opaque (op 0) are unknown, as its formula cannot be asked without data: give Opaque a method "
+         "infer"),
     *[Case("dropout_add", lambda p=p: [ops.Dropout(p), ops.AddExtraInput()], extras=(F64,)) for p in (0.3, 0.0, 1.0)],
     Case("dropout_add", lambda: [ops.Dropout(0.3), ops.AddExtraInput()], TWO_DTYPES, extras=(F32,)),
     *[Case(rule, lambda p=p, norm=norm: [ops.Dropout(p), ops.AddExtraInput(), norm(6).double()], extras=(F64,))
@@ -181,9 +187,9 @@ CASES = [
     *[Case("gated_mlp", lambda act=act: [linear(bias=False), act(), ops.Linear(3, 6, bias=False).double()])
       for act in (ops.SwiGLU, ops.GEGLU, ops.QGEGLU, ops.ReGLU, ops.SReGLU, ops.GLU, ops.ClampedSwiGLU, ops.SiTUGLU)],
     Case("gated_mlp", lambda: [linear(bias=False), ops.SwiGLU(), ops.Linear(3, 6, bias=False).double()],
-         "no backward will run, so there is nothing to keep less of", grad=False),
+         "no backward will run, so there is nothing to keep less of: call it with gradients wanted", grad=False),
     Case("gated_mlp", lambda: [linear(bias=False), ops.SwiGLU(), ops.Linear(3, 6, bias=False).double()],
-         "x and both weights must have one dtype, and autocast must leave it so", x=F32),
+         "x and both weights differ in dtype, or autocast does: give all of them one dtype", x=F32),
 ]  # fmt: skip
 
 
@@ -201,7 +207,7 @@ def reasons(block: fusible.Sequential, rule: object, *inputs: Tensor) -> list[st
     """Why a rule that nearly applied did not."""
     misses = [row for part in block.explain(*inputs).parts for row in part.misses]
     own = [row for row in misses if (row.direction, row.rule) == (rule.direction, rule.name)]
-    return [reason for row in own for reason in row.reasons]
+    return [str(refusal) for row in own for refusal in row.refusals]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule + ("-refused" if case.text else ""))
@@ -396,7 +402,7 @@ def test_a_rule_that_forgets_must_cope_with_absent_gradients():
         raise AssertionError
 
     block = fusible.Sequential(ops.MakeExtraOutput(), ops.BasicLinear(6, 6), rules=(forgetful,))
-    text = "it forgets a record, but some gradient that it wants may not arrive; let that default to None"
+    text = "it forgets a record, but some gradient that it wants may not arrive: let that default to None"
     assert reasons(block, forgetful, torch.ones(3, 6, requires_grad=True)) == [text]
     check(block, torch.randn(3, 6))
 

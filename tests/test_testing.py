@@ -9,7 +9,7 @@ from torch import Tensor
 import fusible
 from fusible import Grads, Op, Out, Saved, backward, forward, kernels, ops, rewrite
 from fusible.ops import GELU, BasicLinear, Bias, ReLU
-from fusible.testing import check, check_op, check_rule
+from fusible.testing import check, check_op, check_rule, report
 
 F64 = torch.float64
 
@@ -213,7 +213,9 @@ def test_gradcheck_sees_a_formula_that_autograd_differentiates_wrongly():
             return x * x.detach()
 
     check_op(Detached(), torch.randn(3, 6), gradcheck=False)
-    with pytest.raises(RuntimeError, match="Jacobian mismatch"):
+    with pytest.raises(
+        AssertionError, match="^finite differences: Jacobian mismatch for output 0 with respect to input 0"
+    ):
         check_op(Detached(), torch.randn(3, 6))
 
 
@@ -318,3 +320,58 @@ def test_check_rule_passes_a_right_rule():
     check_rule(right, [ops.Linear(6, 4)], torch.randn(3, 6))
     block = fusible.Sequential(ops.AddExtraInput("a"), ops.Linear(6, 4), inputs=("a",))
     check_rule(right, block, torch.randn(3, 6), a=torch.randn(3, 6))
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_a_report_lists_every_property_of_what_is_right():
+    made = report(fusible.Sequential(ops.Linear(6, 4), ops.GELU()), torch.randn(3, 6))
+    assert made.ok, made
+    names = [found.name for found in made.findings]
+    assert names[:3] == ["as given", "grad mode off", "under saved-tensor hooks"]
+    assert {"frozen 0.weight", "zero-stride incoming gradient", "zero rows", "retained graph", "determinism",
+            "finite differences"} <= set(names)  # fmt: skip
+    assert str(made).endswith(f"all {len(names)} properties hold")
+    assert made.to_dict()["ok"] is True
+    assert made._repr_html_().count("<tr>") == len(names)
+
+
+@pytest.mark.quick
+def test_a_report_goes_on_after_a_property_that_does_not_hold():
+    kind, _ = FAULTS["wrong weight gradient"]
+    made = report(kind().double(), torch.randn(3, 6, dtype=F64), gradcheck=False)
+    failed = {found.name: found.message for found in made.failures}
+    assert failed["as given"].startswith("gradient of 0.g is off by")
+    assert "under saved-tensor hooks" in failed
+    assert not {"frozen 0.g", "retained graph", "determinism"} & set(failed)
+    assert not made.ok
+    assert f"FAILED  as given: {failed['as given']}" in str(made)
+
+
+@pytest.mark.quick
+def test_a_report_of_a_rule_says_whether_it_fires_and_keeps_the_records():
+    good = report(right, torch.randn(3, 6), ops=[ops.Linear(6, 4)], gradcheck=False)
+    assert good.ok, good
+    assert [found.name for found in good.findings][:2] == ["it fires", "equal records"]
+    bad = report(wrong_record, torch.randn(3, 6), ops=[ops.Linear(6, 4)], gradcheck=False)
+    assert "record x of Linear (op 0) is off by" in next(f.message for f in bad.failures)
+    idle = report(right, torch.randn(3, 6), ops=[ops.GELU()], gradcheck=False)
+    assert idle.failures[0].message == "rule right did not fire: 0 GELU: no rule names it"
+
+
+@pytest.mark.quick
+def test_a_block_needs_no_inputs_for_its_report():
+    made = report(fusible.Sequential(ops.Linear(6, 8), ops.SwiGLU()), gradcheck=False)
+    assert made.ok, made
+
+
+@pytest.mark.quick
+def test_what_cannot_be_reported():
+    with pytest.raises(TypeError, match="^report: target must be a Sequential, an op or a rule, got Conv1d$"):
+        report(torch.nn.Conv1d(1, 1, 1), torch.randn(3, 6))
+    with pytest.raises(TypeError, match="^report: GELU needs inputs; pass them as for a call$"):
+        report(ops.GELU())
+    with pytest.raises(TypeError, match=r"^report: rule right needs a chain on which it fires; pass ops=\[...\]$"):
+        report(right, torch.randn(3, 6))

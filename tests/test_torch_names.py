@@ -56,6 +56,7 @@ def test_every_name_is_tested():
         "contextmanager",
         "peek_interpreter_stack",
         "_module",
+        "_profiler",
         "_top_saved_tensors_default_hooks",
     )
     assert [name for name in ours if name not in text and name not in foreign and not name.startswith("_")] == []
@@ -305,6 +306,17 @@ def test_they_are_per_thread():
         thread.join()
         assert all(name() for name in names)
     assert said == [False, False, False]
+
+
+@pytest.mark.quick
+def test_profiler_runs():
+    assert _torch.profiler_runs() is False
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert _torch.profiler_runs() is True
+        assert asked(_torch.profiler_runs, lambda call: call(leaf()).sum().backward()) == [True, True]
+    with torch.autograd.profiler.profile():
+        assert _torch.profiler_runs() is True
+    assert _torch.profiler_runs() is False
 
 
 @pytest.mark.quick

@@ -34,9 +34,14 @@ class Backend(NamedTuple):
     body: Callable[..., Any]
 
 
+Around = Callable[[str, str, Callable[[], Any], Any], Any]
+
+
 class _State(threading.local):
     forced: str | None = None
     calls: list[tuple[str, str]] | None = None
+    device: str | None = None
+    around: Around | None = None
 
 
 _state = _State()
@@ -70,10 +75,15 @@ class Kernel:
 
     def _recorded(self, x: torch.Tensor, *args: Any, **options: Any) -> Any:
         """Notes which backend would run, and runs the torch body, which takes fake tensors too."""
-        if _state.calls is not None:
-            chosen = self.choose(x.device.type, x.dtype, x.shape[-1])
-            _state.calls.append((self.name, chosen.name if chosen else "torch"))
-        return self.body(x, *args, **options)
+        if _state.calls is None:
+            return self.body(x, *args, **options)
+        chosen = self.choose(_state.device or x.device.type, x.dtype, x.shape[-1])
+        backend = chosen.name if chosen else "torch"
+        _state.calls.append((self.name, backend))
+        if _state.around is None:
+            return self.body(x, *args, **options)
+        given = (x, *args, *options.values())
+        return _state.around(self.name, backend, lambda: self.body(x, *args, **options), given)
 
     def _choose_body(self, key: tuple[torch.device, torch.dtype, int, str | None]) -> Callable[..., Any]:
         device, dtype, width, _ = key
@@ -137,14 +147,18 @@ def forced() -> str | None:
 
 
 @contextmanager
-def record_calls() -> Iterator[list[tuple[str, str]]]:
-    """Lists (kernel, backend) of each kernel call of this thread, while it is open."""
-    before = _state.calls
+def record_calls(device: str | None = None, around: Around | None = None) -> Iterator[list[tuple[str, str]]]:
+    """Lists (kernel, backend) of each kernel call of this thread, while it is open; torch bodies run, on any tensors.
+
+    `device` is what backends are chosen for, if not the tensors' own; `around(kernel, backend, run, arguments)` runs
+    each call and returns what it returned.
+    """
+    before = _state.calls, _state.device, _state.around
     calls: list[tuple[str, str]] = []
-    _state.calls = calls
+    _state.calls, _state.device, _state.around = calls, device, around
     _recorders.append(calls)
     try:
         yield calls
     finally:
-        _state.calls = before
+        _state.calls, _state.device, _state.around = before
         _recorders.pop()

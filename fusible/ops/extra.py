@@ -62,6 +62,7 @@ class MakeExtraOutput(Op):
     """
 
     num_extra_outputs = 1
+    calculates = False
     grad_aliases = False
     hands_on = True
 

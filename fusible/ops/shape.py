@@ -41,6 +41,8 @@ class Reshape(Op):
     Raises `ValueError` if the shape cannot hold x's elements.
     """
 
+    calculates = False
+
     class Saved(Saved):
         shape: tuple[int, ...] = reads_for("x")
 

@@ -11,6 +11,11 @@ from fusible.rules.linear_epilogue import in_dtype, one_dtype, same_extra
 __all__ = ["add_norm", "linear_add_norm"]
 
 
+def extra_like_stream(env):
+    reason = f"the extra input is {env.extras[0]}, the stream {env.dtype}"
+    yield env.extras[0] == env.dtype, reason, f"make the extra input {env.dtype}"
+
+
 def add_and_norm(norm, x, extra, weight, bias):
     """(y, the norm's record, x + extra)."""
     ndim, zero_centered = len(norm.normalized_shape), norm.zero_centered_gamma
@@ -30,7 +35,7 @@ def add_norm(add: AddExtraInput, out: MakeExtraOutput | None, norm: RMSNorm | La
 
 @add_norm.requires
 def _(add, out, norm, env):
-    yield env.extras[0] == env.dtype, f"the extra input is {env.extras[0]}, the stream {env.dtype}: they need one dtype"
+    yield from extra_like_stream(env)
 
 
 @forward(aliases=False)

@@ -27,4 +27,4 @@ def bias_activation(bias: Bias, act: Activation | Gated, /, bias_saved, act_save
 
 @bias_activation.requires
 def _(bias, act, env):
-    yield env.needs.bias.bias, "the bias is frozen, so there is no gradient to sum"
+    yield env.needs.bias.bias, "the bias is frozen, so there is no gradient to sum", "let it require grad"

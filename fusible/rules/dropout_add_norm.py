@@ -6,7 +6,7 @@ from fusible import kernels
 from fusible.op import Grads, Out, reads_for
 from fusible.ops import AddExtraInput, Dropout, LayerNorm, MakeExtraOutput, RMSNorm
 from fusible.rule import backward, forward
-from fusible.rules.add_norm import add_and_norm
+from fusible.rules.add_norm import add_and_norm, extra_like_stream
 
 __all__ = ["ddropout_add_norm", "dropout_add", "dropout_add_norm"]
 
@@ -23,11 +23,7 @@ def dropout_add(dropout: Dropout, add: AddExtraInput, /, x, extra):
 
 @dropout_add.requires
 def _(dropout, add, env):
-    yield from _one_dtype(env)
-
-
-def _one_dtype(env):
-    yield env.extras[0] == env.dtype, f"the extra input is {env.extras[0]}, the stream {env.dtype}: they need one dtype"
+    yield from extra_like_stream(env)
 
 
 @forward(aliases=False)
@@ -52,7 +48,7 @@ def dropout_add_norm(
 
 @dropout_add_norm.requires
 def _(dropout, add, out, norm, env):
-    yield from _one_dtype(env)
+    yield from extra_like_stream(env)
 
 
 @backward(aliases=False)
@@ -79,5 +75,5 @@ def ddropout_add_norm(
 
 @ddropout_add_norm.requires
 def _(dropout, add, out, norm, env):
-    yield from _one_dtype(env)
-    yield env.needs.x, "what is dropped wants no gradient"
+    yield from extra_like_stream(env)
+    yield env.needs.x, "what is dropped wants no gradient", "let x, or a parameter before Dropout, require grad"

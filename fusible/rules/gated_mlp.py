@@ -72,5 +72,5 @@ def gated_mlp(up: BasicLinear, act: Gated, down: BasicLinear, /):
 @gated_mlp.requires
 def _(up, act, down, env):
     same = env.dtype == env.out_dtype == up.weight.dtype == down.weight.dtype
-    yield same, "x and both weights must have one dtype, and autocast must leave it so"
-    yield env.grad_enabled, "no backward will run, so there is nothing to keep less of"
+    yield same, "x and both weights differ in dtype, or autocast does", "give all of them one dtype"
+    yield env.grad_enabled, "no backward will run, so there is nothing to keep less of", "call it with gradients wanted"

@@ -24,13 +24,14 @@ def dlinear_add(
 
 @dlinear_add.requires
 def _(out, linear, env):
-    yield from _one_dtype(linear, env)
+    yield from one_gemm_dtype(linear, env)
 
 
-def _one_dtype(linear, env):
+def one_gemm_dtype(linear, env):
     weight = linear.weight.dtype
     same = env.dtype == env.out_dtype == weight
-    yield same, f"x is {env.dtype}, the weight {weight} and the result {env.out_dtype}: the GEMMs need one dtype"
+    change = f"make x {weight}" if env.autocast is None else f"make x and the weight {env.autocast}, as autocast does"
+    yield same, f"x is {env.dtype}, the weight {weight} and the result {env.out_dtype}", change
 
 
 @backward(aliases=False)
@@ -48,7 +49,7 @@ def dlinear_scale(
 
 @dlinear_scale.requires
 def _(linear, scale, env):
-    yield from _one_dtype(linear, env)
+    yield from one_gemm_dtype(linear, env)
 
 
 def _columns(x):

@@ -17,7 +17,8 @@ def one_dtype(linear, bias, env):
     """The GEMM and its bias work in one dtype, so that the sum is rounded as the ops would round it."""
     dtype = compute_dtype(env.dtype, linear.weight.dtype, env.autocast)
     if bias is not None and env.autocast is None:
-        yield bias.bias.dtype == dtype, f"Bias is {bias.bias.dtype}, Linear computes in {dtype}: give both one dtype"
+        same = bias.bias.dtype == dtype
+        yield same, f"Bias is {bias.bias.dtype}, Linear computes in {dtype}", "give both one dtype"
 
 
 def in_dtype(dtype, *tensors):
@@ -50,7 +51,8 @@ def _(linear, bias, act, env):
     yield from one_dtype(linear, bias, env)
     name = type(act).__name__
     reads_input = "x" in type(act).Saved.fields and env.keeps.act.x
-    yield not reads_input, f"backward of {name} reads its input, so {name} cannot write over it"
+    change = "one whose backward reads its output can (ReLU, Sigmoid, Tanh), and any can where no gradient is wanted"
+    yield not reads_input, f"backward of {name} reads its input, so {name} cannot write over it", change
 
 
 @forward(aliases=False)
@@ -68,7 +70,8 @@ def _(linear, bias, add, env):
 
 def same_extra(linear, env):
     dtype = compute_dtype(env.dtype, linear.weight.dtype, env.autocast)
-    yield env.extras[0] == dtype, f"the extra input is {env.extras[0]}, Linear computes in {dtype}"
+    same = env.extras[0] == dtype
+    yield same, f"the extra input is {env.extras[0]}, Linear computes in {dtype}", f"make the extra input {dtype}"
 
 
 @forward(aliases=False)

@@ -12,6 +12,7 @@ from fusible.ops import BasicLinear, Bias, LayerNorm, MakeExtraOutput, RMSNorm
 from fusible.ops.activation import KeepsInput
 from fusible.ops.gated import Gated
 from fusible.rule import backward
+from fusible.rules.linear_backward import one_gemm_dtype
 
 __all__ = [
     "activation_linear_onepass",
@@ -42,14 +43,8 @@ def activation_linear_recompute(
 
 @activation_linear_recompute.requires
 def _(bias, act, linear, env):
-    yield env.needs.linear.weight, "the weight is frozen, so its input is not kept anyway"
-    yield from _one_dtype(linear, env)
-
-
-def _one_dtype(linear, env):
-    weight = linear.weight.dtype
-    same = env.dtype == env.out_dtype == weight
-    yield same, f"x is {env.dtype}, the weight {weight} and the result {env.out_dtype}: the GEMMs need one dtype"
+    yield env.needs.linear.weight, "the weight is frozen, so its input is not kept anyway", "let it require grad"
+    yield from one_gemm_dtype(linear, env)
 
 
 @backward(forgets=("linear.x",), aliases=False)
@@ -76,9 +71,10 @@ def norm_linear_recompute(
 
 @norm_linear_recompute.requires
 def _(out, norm, linear, env):
-    yield env.needs.linear.weight, "the weight is frozen, so its input is not kept anyway"
-    yield env.needs.x, "x wants no gradient, so the norm's own backward would do no more than its weight's"
-    yield from _one_dtype(linear, env)
+    yield env.needs.linear.weight, "the weight is frozen, so its input is not kept anyway", "let it require grad"
+    reason = "x wants no gradient, so the norm's own backward would do no more than its weight's"
+    yield env.needs.x, reason, "let x require grad"
+    yield from one_gemm_dtype(linear, env)
 
 
 activation_linear_onepass = activation_linear_recompute.renamed("activation_linear_onepass")
@@ -96,4 +92,4 @@ def _(out, norm, linear, env):
 
 
 def _native(env, kernel):
-    yield kernel.native(env), "no kernel here gives gradient and output in one pass; rules.LEAN does it in two"
+    yield kernel.native(env), "no kernel here gives gradient and output in one pass", "rules.LEAN does it in two"

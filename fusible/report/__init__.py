@@ -1,0 +1,1 @@
+"""How an `Explanation` is shown: as text and tables (`text`), as a graph (`mermaid`)."""
