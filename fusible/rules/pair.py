@@ -51,4 +51,4 @@ norm_pair_onepass = norm_pair_recompute.renamed("norm_pair_onepass")
 @norm_pair_onepass.requires
 def _(out, norm, pair, env):
     native = kernels.dnorm_recompute.native(env)
-    yield native, "no kernel here gives gradient and output in one pass; rules.LEAN does it in two"
+    yield native, "no kernel here gives gradient and output in one pass", "rules.LEAN does it in two"
