@@ -14,11 +14,12 @@ from fusible.sequential import Sequential, use_rules
 __version__ = "0.1.0"
 
 
-#: What is loaded when it is asked for, and from where.
-_LATER = {
+#: Loaded when they are asked for: the module of each.
+_LAZY = {
     "adapter": "adapting",
     "audit": "auditing",
     "chains": "fused",
+    "explain": "model_explanation",
     "fuse": "fused",
     "profile": "profiling",
     "unfuse": "fused",
@@ -26,9 +27,9 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        return getattr(importlib.import_module(f"fusible.{_LATER[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"fusible.{_LAZY[name]}"), name)
 
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "audit",
     "backward",
     "chains",
+    "explain",
     "forward",
     "fuse",
     "info",

@@ -152,3 +152,13 @@ def bare(operator: Any) -> Any:
 #: Attention on the CPU, which torch's table of FLOPs does not have.
 cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+#: torch's attention on the CPU, forward and backward. The last dimension of heads must be dense, which they do not
+#: check, and there must be elements.
+flash_cpu = bare(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default)
+dflash_cpu = bare(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+
+
+def without_data() -> bool:
+    """Whether tensors have shapes alone here, or stand for something: no value can be read."""
+    return dispatch_modes() > 0 and _infra_mode()

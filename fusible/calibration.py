@@ -70,6 +70,14 @@ class Calibration:
         """A kernel's time over that of a copy; 1 for one that was not measured."""
         return self.factors.get(kernel, {}).get(_short(dtype), 1.0)
 
+    def summary(self) -> str:
+        """The machine, and its best rates."""
+        copies = f"copies {max(rate for _, rate in self.reused[-2:]) / 1e9:.1f} GB/s"
+        products = [f"{name} products {max(rate for _, rate in curve) / 1e9:.0f} GFLOP/s"
+                    for name, curve in self.products.items()]  # fmt: skip
+        cpu, threads = self.machine.get("cpu"), self.machine.get("threads")
+        return f"{cpu}, {threads} threads: {', '.join([copies, *products])}"
+
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data, as it is stored."""
         return {"version": VERSION, **asdict(self)}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusible import _torch
-from fusible.op import Op, check_kind, view
+from fusible.op import Absent, Op, check_kind, view
 from fusible.ops import TWINS, AddExtraInput, MakeExtraOutput, Residual
 
 __all__ = ["Chain", "Layout", "Node", "Split", "resolve"]
@@ -37,6 +37,15 @@ class Chain(NamedTuple):
     nodes: tuple[Node, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+
+    @property
+    def lengths(self) -> frozenset[int]:
+        """The inputs whose last dimension is a length to each op that reads them, and so no part of a plan's key."""
+        read: dict[int | None, bool] = {}
+        for node in self.nodes:
+            for name, value in zip(type(node.op).signature.gradients, node.ins, strict=False):
+                read[value] = name in node.op.lengthwise and read.get(value, True)
+        return frozenset(value for value in self.inputs if read.get(value))
 
 
 class Split(NamedTuple):
@@ -82,6 +91,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.containers: list[tuple[dict[str, Any], list[Any]]] = []
+        self.opened: list[torch.nn.Module] = []
         self.modules: list[torch.nn.Module] = []
         self.hooks: list[dict[int, Any]] = []
         self.hooked: list[torch.nn.Module] = []
@@ -90,6 +100,7 @@ class Watch:
     def container(self, module: torch.nn.Module, outermost: bool) -> None:
         self.containers.append((module._modules, list(module._modules.values())))
         if not outermost:  # the block's own hooks see it run, and so does a forward of its own
+            self.opened.append(module)
             self.module(module)
 
     def module(self, module: torch.nn.Module) -> None:
@@ -212,7 +223,9 @@ class _Numbering:
         self.next += 1
         return self.next - 1
 
-    def extra_input(self, name: Any, label: str, later: dict[Any, str]) -> int:
+    def extra_input(self, name: Any, label: str, later: dict[Any, str]) -> int | None:
+        if name is Absent:
+            return None
         if name is None:
             self.positional.append((self.new(), label))
             return self.positional[-1][0]

@@ -1,4 +1,4 @@
-"""The commands: `python -m fusible info`, `demo`, `bench` and `build`. Needs the extra `cli`."""
+"""The commands: `python -m fusible info`, `explain`, `calibrate`, `demo`, `bench`, `build`. Needs the extra `cli`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.console import Console
 
 import fusible
 from fusible.demo.config import Config, InputError
+from fusible.targets import TargetError
 
 __all__ = ["app", "run"]
 
@@ -29,7 +30,7 @@ def run(arguments: list[str]) -> int:
         return app(arguments or ["--help"], prog_name="python -m fusible", standalone_mode=False) or 0
     except typer.TyperException as error:
         return _fail(error.format_message(), error.exit_code)
-    except InputError as error:
+    except (InputError, TargetError) as error:
         return _fail(str(error), 2)
 
 
@@ -43,6 +44,68 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="As JSON, for prog
     """Show versions, devices, and which kernel backends are there."""
     report = fusible.info()
     print(json.dumps(report.to_dict(), indent=2) if as_json else report)
+
+
+#: Options that the commands on a block or model share.
+TargetName = Annotated[str, typer.Argument(metavar="FILE.py:OBJECT", help="A module, or a function that makes one.")]
+Inputs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--input",
+        help="Sizes and dtype of an input, as 8x512 or 8x512:bfloat16; once for each. Else the file's example_inputs.",
+        show_default=False,
+    ),
+]
+
+
+@app.command(epilog="Example: python -m fusible explain model.py:block --input 8x512")
+def explain(
+    target: TargetName,
+    inputs: Inputs = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+    mermaid: Annotated[bool, typer.Option(help="As a Mermaid flowchart.")] = False,
+    strict: Annotated[bool, typer.Option(help="Exit with 1 if something did not fuse.")] = False,
+) -> None:
+    """Show what runs fused in a block or model, what each step moves and costs, and why the rest did not fuse.
+
+    Nothing is run. Without --input, the file may hold example_inputs: a tensor, several, or a function that makes them.
+    """
+    from fusible.targets import load
+
+    found = load(target, inputs or ())
+    try:
+        explanation = fusible.explain(found.module, *found.args, **found.kwargs)
+    except (TypeError, ValueError) as error:
+        raise TargetError(f"{target}: {error}") from error
+    if as_json:
+        print(json.dumps(explanation.to_dict(), indent=2))
+    else:
+        print(explanation.to_mermaid() if mermaid else explanation)
+    if strict and explanation.unfused:
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Example: python -m fusible calibrate")
+def calibrate() -> None:
+    """Measure this machine, for the times that explain predicts; takes less than a minute on a quiet machine.
+
+    The result is kept in the user's cache folder, or in the file that FUSIBLE_CALIBRATION names.
+    """
+    from rich.progress import Progress
+
+    from fusible import calibration
+    from fusible.calibrating import calibrate as measure
+    from fusible.calibrating import tasks
+
+    path = calibration.location()
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("", total=len(tasks()))
+        found = measure(lambda what: progress.update(bar, advance=1, description=what))
+    try:
+        calibration.save(found, path)
+    except OSError as error:
+        raise TargetError(f"{path}: {error.strerror}") from error
+    print(f"{found.summary()}\nkept in {path}")
 
 
 @app.command(epilog="Example: CXX=clang++ python -m fusible build")

@@ -19,7 +19,7 @@ from fusible.op import Op, view
 from fusible.ops import TWINS
 from fusible.plan import Plan, Step
 
-__all__ = ["explain_parts"]
+__all__ = ["explain_parts", "hooked_op"]
 
 
 class Value:
@@ -68,9 +68,10 @@ def _through(module: torch.nn.Module, x: Value | None) -> Value | None:
     """What a module returns, without running it or a hook; `None` if that cannot be told."""
     if x is None:
         return None
-    op = _hooked_op(module)
+    op = hooked_op(module)
     if op is not None:
-        spec = Specs((Node(op, "", type(op).__name__, (0,), (1,)),), None).propagate({0: x})[1]  # type: ignore[dict-item]
+        node = Node(op, "", type(op).__name__, (0, *[None] * op.num_extra_inputs), (1,))
+        spec = Specs((node,), None).propagate({0: x})[1]  # type: ignore[dict-item]
         return spec and Value(spec, torch.is_grad_enabled())
     if any(module_.__dict__[name] for module_ in module.modules() for name in _torch.MODULE_HOOKS):
         return None
@@ -89,13 +90,15 @@ def _fake(like: Any) -> torch.Tensor:
     return torch.empty(tuple(like.shape), dtype=like.dtype, device=like.device).requires_grad_(like.requires_grad)
 
 
-def _hooked_op(module: torch.nn.Module) -> Op | None:
+def hooked_op(module: torch.nn.Module) -> Op | None:
     """The op that a module would be in a chain if it had no hooks, so that its formula tells what it returns."""
     kind = TWINS.get(type(module), type(module))
-    if not issubclass(kind, Op) or "forward" in module.__dict__ or kind.num_extra_inputs or kind.num_extra_outputs:
+    if not issubclass(kind, Op) or "forward" in module.__dict__ or kind.num_extra_outputs:
         return None
     op = view(kind, module)
-    return op if op.declines() is None and all(name in owner for owner, name in op.sources()) else None
+    if op.present_inputs() or op.declines() is not None:
+        return None
+    return op if all(name in owner for owner, name in op.sources()) else None
 
 
 # -- chains ------------------------------------------------------------------------------------------------------------

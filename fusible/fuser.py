@@ -45,14 +45,14 @@ def _add(cache: dict, key: Any, value: Any, most: int) -> None:
 class OperationFuser:
     """Runs a chain of ops, fused by rules, as one autograd node.
 
-    Keeps one plan per kind of call: last dimension, dtype, device and `requires_grad` of each input, shape too of
-    each parameter,
-    `training` of each op, grad mode, autocast, forced kernel backend, rules and recipe. Rows, rank and strides are not
-    part of it.
+    Keeps one plan per kind of call: last dimension (of a width, not of a length: `Op.lengthwise`), dtype, device and
+    `requires_grad` of each input; shape, dtype, device, type and `requires_grad` of each parameter; `training` of each
+    op; grad mode, autocast, forced kernel backend, rules and recipe. Rows, rank and strides are not part of it.
     """
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
+        self.lengths = chain.lengths
         sources: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
         for node in chain.nodes:
             for owner, name in node.op.sources():
@@ -90,8 +90,12 @@ class OperationFuser:
             kind = inputs[0].device.type
             autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         parts: list[Any] = [grad, autocast, registry.forced()]
-        for t in inputs:
-            parts += t.shape[-1], t.dtype, t.device, t.requires_grad
+        if self.lengths:
+            for value, t in zip(self.chain.inputs, inputs, strict=True):
+                parts += None if value in self.lengths else t.shape[-1], t.dtype, t.device, t.requires_grad
+        else:
+            for t in inputs:
+                parts += t.shape[-1], t.dtype, t.device, t.requires_grad
         for p in params:
             parts += _ABSENT if p is None else (p.shape, p.dtype, p.device, p.requires_grad, type(p))
         for attributes in self.dicts:

@@ -13,12 +13,13 @@ from torch.nn import functional as F
 from fusible import _torch
 from fusible.adapting import Declined, build, plain_class
 from fusible.borrowing import gate_of, pair, transposed
-from fusible.chain import Split, Watch
+from fusible.chain import Split, Watch, resolve
 from fusible.forgetting import forgetful
 from fusible.fuser import PLAIN_TENSORS
 from fusible.op import Op, view
 from fusible.ops import GELU, TWINS, ReLU, Residual, SiLU
-from fusible.sequential import Runs, Sequential
+from fusible.rules import DEFAULT
+from fusible.sequential import Sequential, _in_use, _opens, _State
 
 __all__ = ["Borrow", "Chain", "Chains", "Choice"]
 
@@ -35,6 +36,20 @@ class Borrow(NamedTuple):
 
     ops: tuple[Op, ...]
     modules: tuple[torch.nn.Module, ...]
+
+
+class Runs:
+    """The chains in a container that stays what it is: what `fusible.Sequential` would run in its place."""
+
+    def __init__(self, container: torch.nn.Module) -> None:
+        self.layout = resolve(container, (), _opens)
+        self.state = _State(self.layout, type(container).__name__)
+
+    def __call__(self, x: Tensor) -> Any:
+        """y; `None` if a tensor's type asks for the plain path."""
+        rules = DEFAULT if _in_use.rules is None else _in_use.rules
+        outs = self.state(x, (), {}, rules)
+        return None if outs is None else outs[0]
 
 
 class Group(NamedTuple):

@@ -3,7 +3,7 @@ fit."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,25 +33,37 @@ class Specs:
             specs.update(zip(node.outs, outs, strict=True))
         return specs
 
-    def varying(self, inputs: Mapping[int, torch.Tensor], specs: Mapping[int, Spec | None]) -> frozenset[int]:
-        """The values whose last dimension follows from more than the inputs' last dimensions, which a plan's key holds.
+    def varying(
+        self, inputs: Mapping[int, torch.Tensor], specs: Mapping[int, Spec | None], lengths: frozenset[int]
+    ) -> frozenset[int]:
+        """The values whose last dimension follows from more than the inputs' last dimensions, which a plan's key holds,
+        those aside that are `lengths`.
 
-        Found by asking again with twice the size in each other dimension, and with one dimension more.
+        Found by asking again with twice the size in each other dimension, and with one dimension more. Where an op
+        takes no such sizes, as one whose mask has a fixed dimension: with one size doubled at a time, wherever it is.
         """
-        changed = [{value: Spec((2, *t.shape), t.dtype, t.device) for value, t in inputs.items()}]
-        if all(t.dim() > 1 for t in inputs.values()):
-            doubled = {value: tuple(2 * max(size, 1) for size in t.shape[:-1]) for value, t in inputs.items()}
-            changed.insert(0, {v: Spec((*doubled[v], t.shape[-1]), t.dtype, t.device) for v, t in inputs.items()})
-        widths = [self._widths(given) for given in changed]
-        return frozenset(
-            value
-            for value, spec in specs.items()
-            if spec is not None
-            and (widths[0][value] != spec.width or any(w[value] not in (None, spec.width) for w in widths))
-        )
+        own = {value: len(t.shape) - (value not in lengths) for value, t in inputs.items()}  # how many may change
 
-    def _widths(self, inputs: Mapping[int, Spec]) -> dict[int, int | None]:
-        """The last dimension of each value, `None` where an op does not take what it gets."""
+        def widths(change: Callable[[int], int], *front: int) -> dict[int, tuple[int, ...] | None]:
+            return self._widths({
+                v: Spec((*front, *map(change, t.shape[: own[v]]), *t.shape[own[v] :]), t.dtype, t.device)
+                for v, t in inputs.items()
+            })  # fmt: skip
+
+        more = widths(lambda size: size, 2)
+        asked = [widths(lambda size: 2 * max(size, 1))] if all(own.values()) else [more]
+        if any(spec is not None and asked[0][value] is None for value, spec in specs.items()):
+            sizes = {size for v, t in inputs.items() for size in t.shape[: own[v]]} - {0}
+            asked += [widths(lambda size, one=one: 2 * size if size == one else size) for one in sizes]  # type: ignore[misc]
+
+        def varies(value: int, width: tuple[int, ...]) -> bool:
+            found = [answer[value] for answer in asked if answer[value] is not None]
+            return not found or any(w != width for w in found) or more[value] not in (None, width)
+
+        return frozenset(v for v, spec in specs.items() if spec is not None and varies(v, spec.shape[-1:]))
+
+    def _widths(self, inputs: Mapping[int, Spec]) -> dict[int, tuple[int, ...] | None]:
+        """The last dimension of each value (none for a scalar), `None` where an op does not take what it gets."""
         specs: dict[int, Spec | None] = dict(inputs)
         for node in self.nodes:
             ins = [None if value is None else specs[value] for value in node.ins]
@@ -60,7 +72,7 @@ class Specs:
             except ValueError:
                 outs = [None] * len(node.outs)
             specs.update(zip(node.outs, outs, strict=True))
-        return {value: spec and spec.width for value, spec in specs.items()}
+        return {value: spec and spec.shape[-1:] for value, spec in specs.items()}
 
     def _infer(self, node: Node, ins: Sequence[Spec | None]) -> Sequence[Spec | None]:
         unknown = [None] * len(node.outs)

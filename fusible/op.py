@@ -25,7 +25,7 @@ it backwards from that alone (`bwd`). `reference` is enough; the other two are w
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
@@ -35,7 +35,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Env", "Grads", "Names", "Op", "Out", "Saved", "Spec", "reads_for"]
+__all__ = ["Absent", "Env", "Grads", "Names", "Op", "Out", "Saved", "Spec", "reads_for"]
+
+
+class Absent:
+    """In `Op.extra_input_names`: an extra input that these options do without; `reference` and `fwd` get `None`."""
 
 
 class ReadsFor(NamedTuple):
@@ -234,6 +238,8 @@ class Op(torch.nn.Module):
 
     num_extra_inputs: ClassVar[int] = 0
     num_extra_outputs: ClassVar[int] = 0
+    #: Inputs (`"x"`, extra inputs by name) whose last dimension is a length, and so no part of a plan's key: tokens.
+    lengthwise: ClassVar[tuple[str, ...]] = ()
     #: Whether outputs may share memory with inputs; where this is False the fuser does not look.
     aliases: ClassVar[bool] = True
     #: Whether gradients may be views of incoming gradients (or one the other); handing one on as it is is no view.
@@ -295,9 +301,13 @@ class Op(torch.nn.Module):
         """Where each of `fixed` is read at each call: (a module's attributes, name)."""
         return [(self.__dict__, name) for name in type(self).fixed]
 
-    def extra_input_names(self) -> tuple[str | None, ...]:
-        """Name of the channel that each extra input reads; `None` for one that the caller passes by position."""
+    def extra_input_names(self) -> tuple[Any, ...]:
+        """Name of the channel that each extra input reads; `None`: by position; `Absent`: these options have none."""
         return (None,) * self.num_extra_inputs
+
+    def present_inputs(self) -> tuple[str | None, ...]:
+        """The names of the extra inputs that these options ask for."""
+        return tuple(name for name in self.extra_input_names() if name is not Absent)
 
     def extra_output_names(self) -> tuple[str | None, ...]:
         """Name of the channel that each extra output feeds; `None` for one that goes to the caller."""
@@ -308,7 +318,15 @@ class Op(torch.nn.Module):
             x, torch.fx.Proxy
         ):  # a formula may look at shapes and dtypes, so an op stays one node of the graph
             return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x, *extras), {})
-        return self.reference(x, *extras, *(getattr(self, name) for name in self.signature.params))
+        return self.reference(x, *self.placed(extras), *(getattr(self, name) for name in self.signature.params))
+
+    def placed(self, extras: Sequence[Any]) -> list[Any]:
+        """The extra inputs that were given, with `None` for each absent one."""
+        names, count = self.extra_input_names(), len(self.present_inputs())
+        if len(extras) != count:
+            raise TypeError(f"{type(self).__name__} takes x and {count} extra inputs, got {len(extras)}")
+        given = iter(extras)
+        return [None if name is Absent else next(given) for name in names]
 
 
 Into = Mapping[str, Tensor | None]

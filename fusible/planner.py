@@ -31,7 +31,7 @@ def make_plan(chain: Chain, sources: Sequence[tuple[dict, str]], call: Call) -> 
     specs = Specs(chain.nodes, call.autocast)
     inputs = dict(zip(chain.inputs, call.inputs, strict=True))
     plan.specs = specs.propagate(inputs)
-    plan.varying = specs.varying(inputs, plan.specs)
+    plan.varying = specs.varying(inputs, plan.specs, chain.lengths)
     _skip(plan, numbers)
     plan.finish()
     tensors = zip(plan.inputs, (*call.inputs, *call.params), strict=True)
@@ -232,7 +232,7 @@ class _Builder:
         return Env(
             dtype=first.dtype if first else call.inputs[0].dtype,
             device=plan.device,
-            width=first.width if first and run[0].ins[0] not in plan.varying else None,
+            width=first.width if first and first.shape and run[0].ins[0] not in plan.varying else None,
             out_dtype=last.dtype if last else call.inputs[0].dtype,
             extras=tuple(spec.dtype if spec else call.inputs[0].dtype for spec in extras),
             needs=needs,

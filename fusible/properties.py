@@ -61,13 +61,13 @@ MAX_BY_ELEMENT = 100
 GRADIENT_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "zero-stride incoming gradient": lambda d: d.flatten()[:1].squeeze(0).expand(d.shape) if d.numel() else d,
     "transposed incoming gradient": lambda d: d.transpose(0, -1).contiguous().transpose(0, -1),
-    "sliced incoming gradient": lambda d: torch.cat([d, d + 1], -1)[..., : d.shape[-1]],
+    "sliced incoming gradient": lambda d: torch.cat([d, d + 1], -1)[..., : d.shape[-1]] if d.dim() else d,
 }
 INPUT_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed input": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
     "sliced input": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
     "every other row": lambda x: x.repeat_interleave(2, 0)[::2],
-    "expanded input": lambda x: x[:1].expand(x.shape),
+    "expanded input": lambda x: x[:1].expand(x.shape) if x.is_floating_point() else x,
 }
 
 
@@ -229,7 +229,8 @@ def of_op(op: Op, inputs: Sequence[Tensor]) -> Iterator[Property]:
 def _check_infer(op: Op, inputs: Sequence[Tensor]) -> None:
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         outs = op(*[t.detach() for t in inputs])
-    said = op.infer(*[Spec(tuple(t.shape), t.dtype, t.device) for t in inputs])
+    x, *extras = [Spec(tuple(t.shape), t.dtype, t.device) for t in inputs]
+    said = op.infer(x, *op.placed(extras))
     outs = outs if isinstance(outs, tuple) else (outs,)
     for place, (spec, out) in enumerate(zip((said,) if isinstance(said, Spec) else said, outs, strict=True)):
         got = Spec(tuple(out.shape), out.dtype, out.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ __all__ = ["Sequential", "use_rules"]
 
 class _InUse(threading.local):
     rules: RuleSet | None = None
+    observe: Callable[[Any, tuple, dict[str, Any]], None] | None = None
 
 
 _in_use = _InUse()
@@ -43,6 +44,16 @@ def use_rules(rules: Iterable[Rule]) -> Iterator[RuleSet]:
         yield new
     finally:
         _in_use.rules = before
+
+
+@contextmanager
+def observed_blocks(observe: Callable[[Any, tuple, dict[str, Any]], None]) -> Iterator[None]:
+    """Calls `observe(block, args, kwargs)` for each block that this thread calls on tensors without data."""
+    before, _in_use.observe = _in_use.observe, observe
+    try:
+        yield
+    finally:
+        _in_use.observe = before
 
 
 class Sequential(torch.nn.Sequential):
@@ -91,6 +102,8 @@ class Sequential(torch.nn.Sequential):
         if _torch.seen_through() or type(x) not in PLAIN_TENSORS:
             if not isinstance(x, (Tensor, torch.fx.Proxy)):
                 raise TypeError(f"{type(self).__name__}: x must be a tensor, got {_shown(x)}")
+            if _in_use.observe is not None:
+                _in_use.observe(self, (x, *extra_inputs), inputs)
             if isinstance(
                 extra_inputs, torch.fx.Proxy
             ):  # symbolic tracing gives *args and **kwargs of its root as one each
@@ -169,6 +182,10 @@ class Sequential(torch.nn.Sequential):
             )
         values = {0: x, **state.bind(x, extra_inputs, inputs)}
         return fuser, tuple(values[value] for value in fuser.chain.inputs)
+
+    def opened(self) -> list[torch.nn.Module]:
+        """The containers inside whose ops are part of this block's chains. For tools that look inside."""
+        return list(self.resolved().layout.watch.opened)
 
     def resolved(self) -> _State:
         """The container as it is now, resolved to chains and splits. For tools that look inside."""
@@ -292,8 +309,11 @@ class _State:
         parameters = [owner[name] for node in nodes for owner, name in node.op.sources()]
         like = next((p for p in parameters if p is not None), torch.empty(0))
         widths = [p.shape[-1] for p in parameters if p is not None]
-        for width in [factor * width for width in widths[:1] for factor in (1, 2)]:
-            x = torch.empty(1, width, dtype=like.dtype, device=like.device).requires_grad_()
+        widths = [factor * width for width in widths[:1] for factor in (1, 2)]
+        xs = [torch.empty(1, width, dtype=like.dtype, device=like.device).requires_grad_() for width in widths]
+        if nodes and "x" in nodes[0].op.lengthwise:
+            xs = [torch.zeros(1, 1, dtype=torch.int64, device=like.device)]
+        for x in xs:
             extras = dict.fromkeys(chain.chain.inputs[1:], x) if isinstance(chain, OperationFuser) else {}
             try:
                 Specs(nodes, None).propagate({0: x, **extras})
@@ -323,20 +343,6 @@ class _State:
             x = outs[0]
             values.update(zip(chain.outputs[1:], outs[1:], strict=True))
         return (x, *[values[value] for value in self.layout.outputs])
-
-
-class Runs:
-    """The chains in a container that stays what it is: what `fusible.Sequential` would run in its place."""
-
-    def __init__(self, container: torch.nn.Module) -> None:
-        self.layout = resolve(container, (), _opens)
-        self.state = _State(self.layout, type(container).__name__)
-
-    def __call__(self, x: Tensor) -> Any:
-        """y; `None` if a tensor's type asks for the plain path."""
-        rules = DEFAULT if _in_use.rules is None else _in_use.rules
-        outs = self.state(x, (), {}, rules)
-        return None if outs is None else outs[0]
 
 
 def _has_hooks(module: torch.nn.Module) -> bool:
@@ -369,7 +375,7 @@ class _Plain:
         return x
 
     def op(self, op: Op, x: Tensor) -> Tensor:
-        extras = [self.take(name) for name in op.extra_input_names()]
+        extras = [self.take(name) for name in op.present_inputs()]
         outs = op(x, *extras)
         if not isinstance(outs, tuple):
             outs = tuple([outs[i] for i in range(1 + op.num_extra_outputs)]) if op.num_extra_outputs else (outs,)

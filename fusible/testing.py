@@ -113,7 +113,7 @@ def _of_block(block: Sequential, inputs: Sequence[Tensor], named: dict[str, Tens
 
 
 def _of_op(op: Op, inputs: Sequence[Tensor], gradcheck: bool) -> _Found:
-    shared = [name for name in op.extra_input_names() if name is not None]
+    shared = [name for name in op.present_inputs() if name is not None]
     block = Sequential(op, rules=NONE, inputs=shared)
     positional = inputs[: len(inputs) - len(shared)]
     named = dict(zip(shared, inputs[len(positional) :], strict=True))

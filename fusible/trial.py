@@ -92,10 +92,15 @@ class Trial:
         return tensor.is_floating_point() and name not in self.frozen
 
     def fits(self) -> bool:
-        """Whether the plain formulas take these inputs."""
+        """Whether the plain formulas and the ops take these inputs."""
         try:
             self.block.reference(*self.inputs, **self.named)
         except (RuntimeError, ValueError):
+            return False
+        try:
+            with torch.no_grad():
+                self.block(*self.inputs, **self.named)
+        except ValueError:  # of an op's `infer`, which may ask for more
             return False
         return True
 

@@ -105,6 +105,15 @@ def _reshaped() -> list:
     return [ops.Linear(8, 12), ops.Reshape((-1, 4)), ops.L2Normalization(), ops.Linear(4, 6), ops.GLU()]
 
 
+def _attention() -> list:
+    return [
+        ops.Residual(
+            ops.RMSNorm(8), ops.Linear(8, 16), ops.Rotary(4, 3), ops.Attention(2, 1, causal=True), ops.Linear(8, 8)
+        ),
+        ops.PositionEmbedding(64, 8),
+    ]
+
+
 BLOCKS: dict[str, Callable[[], list]] = {
     make.__name__.strip("_"): make
     for make in (
@@ -123,6 +132,7 @@ BLOCKS: dict[str, Callable[[], list]] = {
         _extras,
         _split,
         _reshaped,
+        _attention,
     )
 }
 
@@ -138,6 +148,7 @@ def make(name: str, rules: RuleSet | None = None, dtype: torch.dtype = torch.flo
 
 def inputs(name: str, dtype: torch.dtype = torch.float64, leading: tuple[int, ...] = (3,)) -> list[Tensor]:
     generator = torch.Generator().manual_seed(8)
+    leading = leading or (1,) if name == "attention" else leading  # which needs a dimension of length
     count = 3 if name == "extras" else 1
     return [torch.randn(*leading, 8, generator=generator, dtype=torch.float64).to(dtype) for _ in range(count)]
 

@@ -10,7 +10,7 @@ and the errors of shapes that do not fit, by text. An argument that is a functio
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 import fusible
 from fusible import ops
 
+F64 = torch.float64
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGER = "must have a floating dtype, got torch.int64; convert it first"
 COMPLEX = "must have a floating dtype, got torch.complex64; convert it first"
@@ -35,6 +36,8 @@ class Row:
         errors: the text that a shape of x raises.
         training: False for an op in evaluation.
         any_dtype: whether x may be an integer.
+        refuses: pairs of a dtype that x must not have and the text that it raises.
+        given: `f(shape of x)` makes x and the extra inputs, where they are not all floating tensors of x's shape.
     """
 
     def __init__(
@@ -47,11 +50,14 @@ class Row:
         errors: Mapping[tuple[int, ...], str] | None = None,
         training: bool = True,
         any_dtype: bool = False,
+        refuses: Iterable[tuple[torch.dtype, str]] = ((torch.int64, INTEGER), (torch.complex64, COMPLEX)),
+        given: Callable[[tuple[int, ...]], list[Tensor]] | None = None,
         **options: Any,
     ) -> None:
         self.kind, self.args, self.options = kind, args, options
         self.x, self.own, self.formula, self.errors = x, own, formula, dict(errors or {})
         self.training, self.any_dtype = training, any_dtype
+        self.refuses, self.given = tuple(refuses), given
 
     @property
     def twin(self) -> type[torch.nn.Module] | None:
@@ -61,7 +67,12 @@ class Row:
 
     @property
     def num_extras(self) -> int:
-        return self.kind.num_extra_inputs if issubclass(self.kind, fusible.Op) else 0
+        return len(self.names)
+
+    @property
+    def names(self) -> tuple[str | None, ...]:
+        """The names of the extra inputs."""
+        return self.op().present_inputs() if issubclass(self.kind, fusible.Op) else ()
 
     def construct(self, kind: type) -> Any:
         """`kind` with this row's arguments, in this row's mode."""
@@ -77,21 +88,23 @@ class Row:
         return op
 
     def block(self, dtype: torch.dtype = torch.float64, **options: Any) -> fusible.Sequential:
-        op = self.op(dtype)
-        names = op.extra_input_names() if isinstance(op, fusible.Op) else ()
-        return fusible.Sequential(op, inputs=[name for name in names if name is not None], **options)
+        inputs = [name for name in self.names if name is not None]
+        return fusible.Sequential(self.op(dtype), inputs=inputs, **options)
 
     def inputs(self, dtype: torch.dtype = torch.float64, leading: tuple[int, ...] | None = None) -> list[Tensor]:
         """x and the extra inputs, with other leading dimensions if given."""
         shape = self.x if leading is None else (*leading, *self.x[len(self.x) - self.own :])
+        if self.given:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(2)
+                return [t.to(dtype) if t.is_floating_point() else t for t in self.given(shape)]
         generator = torch.Generator().manual_seed(2)
         count = 1 + self.num_extras
         return [(torch.randn(shape, generator=generator, dtype=torch.float64) * 1.5).to(dtype) for _ in range(count)]
 
     def named(self, tensors: list[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Inputs as a call takes them: by position, and the ones that have a name by keyword."""
-        op = self.op()
-        names = [n for n in op.extra_input_names() if n] if isinstance(op, fusible.Op) else []
+        names = [name for name in self.names if name is not None]
         first = len(tensors) - len(names)
         return tensors[:first], dict(zip(names, tensors[first:], strict=True))
 
@@ -153,6 +166,57 @@ def rms_norm(op: Any, x: Tensor) -> Tensor:
     return x / torch.sqrt((x**2).mean(dims, keepdim=True) + op.eps) * (1 + op.weight)
 
 
+def qk_norm(op: Any, x: Tensor) -> Tensor:
+    heads = list(x.unflatten(-1, (-1, op.head_dim)).unbind(-2))
+    for number in range(op.heads + op.kv_heads):
+        weight = op.q_weight if number < op.heads else op.k_weight
+        heads[number] = heads[number] / torch.sqrt((heads[number] ** 2).mean(-1, keepdim=True) + op.eps) * weight
+    return torch.cat(heads, -1)
+
+
+def rotary(op: Any, x: Tensor, positions: Tensor | None = None) -> Tensor:
+    """By multiplication of complex numbers."""
+    r = op.rotary_dim
+    at = torch.arange(x.shape[-2]) if positions is None else positions
+    angles = at.double()[..., None, None] * op.base ** (-torch.arange(0, r, 2).double() / r)  # [..., t, 1, r/2]
+    heads = x.unflatten(-1, (-1, op.head_dim))
+    first = heads[..., : op.heads, :r]
+    pairs = first.unflatten(-1, (-1, 2)) if op.interleaved else first.unflatten(-1, (2, -1)).transpose(-1, -2)
+    turned = torch.view_as_real(
+        torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angles), angles)
+    )
+    first = turned.flatten(-2) if op.interleaved else turned.transpose(-1, -2).flatten(-2)
+    first = torch.cat((first, heads[..., : op.heads, r:]), -1)
+    return torch.cat((first, heads[..., op.heads :, :]), -2).flatten(-2)
+
+
+def attention(op: Any, x: Tensor, *extras: Tensor) -> Tensor:
+    """Head by head, with all scores at once."""
+    mask = extras[0] if op.mask else None
+    borders = extras[-1] if op.cu_seqlens else None
+    h, g, t = op.heads, op.kv_heads, x.shape[-2]
+    heads = x.unflatten(-1, (h + 2 * g, -1)).unbind(-2)
+    i, j = torch.arange(t)[:, None], torch.arange(t)
+    seen = torch.ones(t, t, dtype=torch.bool) if not op.causal else j <= i
+    if op.window:
+        seen = seen & (j > i - op.window) & (j < i + op.window)
+    if borders is not None:
+        number = (j[:, None] >= borders[1:]).sum(1)
+        seen = seen & (number[:, None] == number)
+    outs = []
+    for number in range(h):
+        q, k, v = heads[number], heads[h + number * g // h], heads[h + g + number * g // h]
+        s = q @ k.transpose(-1, -2) * (op.scale or q.shape[-1] ** -0.5)
+        s = op.soft_cap * torch.tanh(s / op.soft_cap) if op.soft_cap else s
+        own = seen
+        if mask is not None:
+            m = mask.expand(*mask.shape[:-3], h, *mask.shape[-2:])[..., number, :, :] if mask.dim() > 2 else mask
+            own, s = (seen & m, s) if m.dtype is torch.bool else (seen, s + m)
+        e = torch.where(own, torch.exp(s), 0)
+        outs.append(e / e.sum(-1, keepdim=True).clamp(min=1e-300) @ v)
+    return torch.cat(outs, -1)
+
+
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
@@ -164,6 +228,8 @@ def _errors(text: str, width: int = 5) -> dict[tuple[int, ...], str]:
 FEATURES = _errors("weight takes 6 features but x's last dimension is 5")
 WEIGHT = _errors("weight has 6 elements but x's last dimension is 5")
 HALVES = _errors("x's last dimension must be even, two halves, but is 5")
+TOKENS = [(dtype, f"must have dtype int64 or int32, got {dtype}; pass the numbers of tokens")
+          for dtype in (torch.float32, torch.bool)]  # fmt: skip
 BLOCKS = _errors("x's last dimension must be a multiple of 4, two blocks of interleave=2, but is 6", 6)
 
 
@@ -240,6 +306,45 @@ ROWS = [
     Row(ops.AddExtraInput, "r", formula=lambda op, x, extra: x + extra),
     Row(ops.MakeExtraOutput, any_dtype=True, formula=lambda op, x: (x, x)),
     Row(ops.MakeExtraOutput, "r", keep=True, any_dtype=True, formula=lambda op, x: (x, x)),
+    Row(ops.QKNorm, 3, 2, x=(4, 18), formula=qk_norm,
+        errors=_errors("x's last dimension must be 6 heads of 3, but is 5")),
+    Row(ops.QKNorm, 5, 4, 2, x=(4, 40), eps=0.1, formula=qk_norm),
+    Row(ops.Rotary, 6, 2, x=(2, 5, 18), own=2, formula=rotary, errors={
+        (5, 20): "x's last dimension must be whole heads of 6, at least 2 of them, but is 20 (x: [5, 20])",
+        (5, 6): "x's last dimension must be whole heads of 6, at least 2 of them, but is 6 (x: [5, 6])",
+        (18,): "x must have a dimension of positions before its last, [..., t, width] (x: [18])"}),
+    Row(ops.Rotary, 6, 3, x=(2, 5, 18), own=2, interleaved=True, base=100.0, formula=rotary),
+    Row(ops.Rotary, 6, 1, x=(2, 5, 18), own=2, rotary_dim=4, formula=rotary),
+    Row(ops.Rotary, 6, 2, x=(2, 5, 18), own=2, rotary_dim=2, interleaved=True, positions="p", formula=rotary,
+        given=lambda shape: [torch.randn(shape, dtype=F64), torch.randint(0, 9, shape[:-1])]),
+    Row(ops.Rotary, 6, 2, x=(2, 5, 18), own=2, positions="p", formula=rotary,
+        given=lambda shape: [torch.randn(shape, dtype=F64), torch.tensor([4, 0, 1, 7, 4])]),
+    Row(ops.Attention, 2, x=(2, 5, 12), own=2, formula=attention, errors={
+        (5, 10): "x's last dimension must be 6 whole heads, 2 of queries and 2 each of keys and values, but is 10 (x: "
+                 "[5, 10])",
+        (12,): "x must have a dimension of length before its last, [..., t, width] (x: [12])"}),
+    Row(ops.Attention, 4, 2, x=(2, 5, 16), own=2, causal=True, scale=0.4, formula=attention),
+    Row(ops.Attention, 2, 1, x=(2, 5, 12), own=2, causal=True, window=2, formula=attention),
+    Row(ops.Attention, 2, 1, x=(2, 5, 12), own=2, window=3, formula=attention),
+    Row(ops.Attention, 4, 2, x=(2, 5, 16), own=2, causal=True, soft_cap=2.0, formula=attention),
+    Row(ops.Attention, 2, x=(2, 5, 6), own=2, head_dim=1, dropout=0.3, training=False, formula=attention, errors={
+        (5, 12): "x's last dimension must be 6 heads of 1, 2 of queries and 2 each of keys and values, but is 12 (x: "
+                 "[5, 12])"}),
+    Row(ops.Attention, 4, 2, x=(2, 5, 16), own=2, mask="m", formula=attention,
+        given=lambda shape: [torch.randn(shape, dtype=F64), torch.randn(4, 5, 5, dtype=F64)]),
+    Row(ops.Attention, 2, x=(2, 5, 12), own=2, mask="m", causal=True, formula=attention,
+        given=lambda shape: [torch.randn(shape, dtype=F64), torch.rand(*shape[:-2], 1, 5, 5) > 0.4]),
+    Row(ops.Attention, 2, 1, x=(2, 5, 12), own=2, cu_seqlens="c", causal=True, formula=attention,
+        given=lambda shape: [torch.randn(shape, dtype=F64), torch.tensor([0, 2, 2, 5])]),
+    Row(ops.Embedding, 7, 4, x=(2, 3), refuses=TOKENS, given=lambda shape: [torch.randint(0, 7, shape)]),
+    Row(ops.Embedding, 7, 4, padding_idx=2, x=(2, 3), refuses=TOKENS,
+        given=lambda shape: [torch.randint(3, 7, shape, dtype=torch.int32)]),
+    Row(ops.PositionEmbedding, 7, 4, x=(2, 5, 4), own=2, formula=lambda op, x: x + op.weight[: x.shape[-2]], errors={
+        (5, 3): "weight has 4 elements but x's last dimension is 3 (x: [5, 3])",
+        (8, 4): "there are 7 positions but x has 8 places (x: [8, 4])",
+        (4,): "x must have a dimension of positions before its last, [..., t, width] (x: [4])"}),
+    Row(ops.PositionEmbedding, 7, 4, x=(2, 5, 4), own=2, positions="p", formula=lambda op, x, p: x + op.weight[p],
+        given=lambda shape: [torch.randn(shape, dtype=F64), torch.randint(0, 7, shape[:-1])]),
     Row(ops.Residual, lambda: ops.Linear(6, 6), lambda: ops.Tanh(),
         formula=lambda op, x: x + torch.tanh(x @ op[0].weight.T + op[0].bias)),
     Row(ops.Residual, lambda: ops.Residual(ops.Sigmoid()), lambda: ops.Dropout(0.5).eval(), training=False,

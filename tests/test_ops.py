@@ -11,7 +11,7 @@ import re
 
 import pytest
 import torch
-from rows import COMPLEX, FLOATS, INTEGER, ROWS, Row
+from rows import FLOATS, ROWS, Row
 from torch.testing import assert_close
 
 import fusible
@@ -81,11 +81,12 @@ def test_any_rank_and_no_rows(row, leading):
 @rows_with_parameters
 @pytest.mark.parametrize(("x", "parameters"), MIXED, ids=str)
 def test_parameters_of_another_dtype(row, x, parameters):
-    block, inputs = row.block(parameters), row.inputs(x)
-    check(block, *inputs, layouts=False)
-    linear = isinstance(block[0], (ops.Linear, ops.BasicLinear, ops.PairLinear))
+    block, (inputs, named) = row.block(parameters), row.named(row.inputs(x))
+    check(block, *inputs, layouts=False, **named)
+    linear = isinstance(block[0], (ops.Linear, ops.BasicLinear, ops.PairLinear)) or not inputs[0].is_floating_point()
     residual = isinstance(block[0], ops.Residual)
-    assert block(*inputs).dtype is (torch.promote_types(x, parameters) if residual else parameters if linear else x)
+    right = torch.promote_types(x, parameters) if residual else parameters if linear else x
+    assert block(*inputs, **named).dtype is right
 
 
 @rows
@@ -187,17 +188,16 @@ def test_device_dtype_and_reset_parameters(row):
 @pytest.mark.quick
 def test_refuses_what_does_not_fit(row):
     block = row.block(torch.float32)
-    extras = [torch.ones(row.x)] * row.num_extras
-    positional, named = row.named([torch.ones(row.x), *extras])
+    positional, named = row.named(row.inputs(torch.float32))
     name = f"{row.kind.__name__} (op 0): "
     for shape, text in row.errors.items():
         with pytest.raises(ValueError, match=re.escape(name + text) + "$"):
-            block(torch.ones(shape))
+            block(torch.ones(shape, dtype=positional[0].dtype), *positional[1:], **named)
     with pytest.raises(ValueError, match="x must have at least one dimension, got a scalar"):
         block(torch.tensor(1.0), *positional[1:], **named)
     if row.kind is ops.Residual:
         return
-    for dtype, text in ((torch.int64, INTEGER), (torch.complex64, COMPLEX)):
+    for dtype, text in row.refuses:
         if row.any_dtype:
             check(block, *[t.to(torch.int64) for t in row.inputs()], layouts=False, frozen=False)
             continue
@@ -205,7 +205,8 @@ def test_refuses_what_does_not_fit(row):
             block(torch.ones(row.x, dtype=dtype), *positional[1:], **named)
 
 
-POINTWISE = [r for r in ROWS if not list(r.op().parameters()) and r.kind not in (ops.Residual, ops.L2Normalization)]
+POINTWISE = [r for r in ROWS if not (list(r.op().parameters()) or r.given or r.own > 1)
+             and r.kind not in (ops.Residual, ops.L2Normalization)]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", POINTWISE, ids=str)

@@ -65,6 +65,10 @@ def narrow_bias(chain: list) -> None:
 
 
 NARROW_EXTRA = "the extra input is torch.float32, Linear computes in torch.float64: make the extra input torch.float64"
+READS_INPUT = (
+    "backward of GELU reads its input, so GELU cannot write over it: one whose backward reads its output can (ReLU, "
+    "Sigmoid, Tanh), and any can where no gradient is wanted"
+)
 ONE_PASS = "no kernel here gives gradient and output in one pass: rules.LEAN does it in two"
 TWO_DTYPES = "the extra input is torch.float32, the stream torch.float64: make the extra input torch.float64"
 
@@ -115,8 +119,7 @@ CASES = [
     Case("linear_activation", lambda: [linear(), ops.SReLU()], grad=False),
     Case("linear_activation", lambda: [linear(), ops.SiLU()], grad=False),
     Case("linear_activation", lambda: [linear(), ops.GELU()],
-         "backward of GELU reads its input, so GELU cannot write over it: one whose backward reads its output can (ReLU, "
-         "Sigmoid, Tanh), and any can where no gradient is wanted"),
+         READS_INPUT),
     Case("linear_activation", lambda: [linear(), ops.ReLU()], NARROW_BIAS, narrow_bias),
     Case("linear_add", lambda: [linear(), ops.AddExtraInput()], extras=(F64,)),
     Case("linear_add", lambda: [linear(bias=False), ops.AddExtraInput()], extras=(F64,)),
@@ -143,8 +146,18 @@ CASES = [
     *[Case("bias_activation", lambda act=act: [ops.Bias(6).double(), act()])
       for act in (ops.GELU, ops.QGELU, ops.ReLU, ops.SReLU, ops.SiLU, ops.Sigmoid, ops.Tanh)],
     Case("bias_activation", lambda: [linear(), ops.GELU()]),
-    Case("bias_activation", lambda: [linear(), ops.GELU()], "the bias is frozen, so there is no gradient to sum: let it require grad",
+    Case("bias_activation", lambda: [linear(), ops.GELU()],
+         "the bias is frozen, so there is no gradient to sum: let it require grad",
          lambda chain: freeze(chain, "bias")),
+    Case("linear_rotary", lambda: [linear(), ops.Rotary(2, 2)]),
+    Case("linear_rotary", lambda: [linear(bias=False), ops.Rotary(2, 3, interleaved=True)], grad=False),
+    Case("linear_rotary", lambda: [torch.nn.Linear(6, 12), ops.Rotary(4, 2, rotary_dim=2)], x=F32),
+    Case("linear_rotary", lambda: [linear(), ops.Rotary(2, 2)], NARROW_BIAS, narrow_bias),
+    Case("dattention_rotary", lambda: [ops.Rotary(2, 2), ops.Attention(1, causal=True)]),
+    Case("dattention_rotary", lambda: [ops.Rotary(2, 3, interleaved=True), ops.Attention(1, soft_cap=3.0)]),
+    Case("dattention_rotary", lambda: [ops.Rotary(2, 2), ops.Attention(1, window=2)], x=F32),
+    Case("dattention_rotary", lambda: [ops.Rotary(6, 1), ops.Attention(1)],
+         "Rotary turns heads of 6, Attention has heads of another size"),
     Case("dlinear_add", lambda: [ops.MakeExtraOutput(), linear()]),
     Case("dlinear_add", lambda: [ops.Residual(linear(bias=False))]),
     Case("dlinear_add", lambda: [ops.MakeExtraOutput(), linear()], NARROW_X, x=F32),

@@ -340,3 +340,37 @@ def test_will_accumulate():
     torch.autograd.grad(Asks.apply(x, weight).sum(), [x])
     torch.autograd.grad(Asks.apply(x, weight).sum(), [x, weight])
     assert answers == [True, False, False, None]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_flash_cpu(dtype, causal):
+    """Grouped heads, strided views, a mask added, no row that sees nothing gives NaN; the results' layouts."""
+    x = torch.randn(2, 7, 8 * 6).to(dtype)
+    q, k, v = x.view(2, 7, 8, 6).transpose(1, 2).split((4, 2, 2), 1)
+    mask = torch.randn(7, 7).masked_fill_(torch.rand(7, 7) > 0.7, -torch.inf).to(dtype)
+    mask[2] = -torch.inf
+    out, lse = _torch.flash_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=0.3)
+    dout = torch.randn(2, 7, 4, 6).to(dtype).transpose(1, 2)
+    grads = _torch.dflash_cpu(dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=0.3)
+    assert out.transpose(1, 2).is_contiguous()
+    assert lse.shape == (2, 4, 7)
+    assert (out[:, :, 2] == 0).all()
+    leaves = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    whole = (
+        mask.double().masked_fill(torch.ones(7, 7, dtype=torch.bool).triu(1), -torch.inf) if causal else mask.double()
+    )
+    right = nn.functional.scaled_dot_product_attention(*leaves, whole, scale=0.3, enable_gqa=True)
+    truth = torch.autograd.grad(right, leaves, dout.double())
+    eps = torch.finfo(dtype).eps
+    for mine, other in zip((out, *grads), (right, *truth), strict=True):
+        torch.testing.assert_close(mine.double(), other.detach(), rtol=20 * eps, atol=20 * eps)
+
+
+@pytest.mark.quick
+def test_without_data():
+    assert not _torch.without_data()
+    with FakeTensorMode():
+        assert _torch.without_data()
+    with Passing():
+        assert not _torch.without_data()

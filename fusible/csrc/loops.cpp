@@ -12,6 +12,7 @@ void fill(Loops& loops) {
   add_dropout(loops);
   add_gated(loops);
   add_norm(loops);
+  add_rotary(loops);
 }
 
 }  // namespace FUSIBLE_ISA

@@ -14,6 +14,7 @@ struct ActivationBackward;
 struct GatedForward;
 struct GatedBackward;
 struct Dropout;
+struct Rotary;
 
 struct Loops {
   const char* isa;
@@ -24,6 +25,7 @@ struct Loops {
   void (*gated_forward[kStorages])(const GatedForward&, int64_t begin_row, int64_t end_row);
   void (*gated_backward[kStorages])(const GatedBackward&, int64_t begin_row, int64_t end_row, void* sums);
   void (*dropout[kStorages])(const Dropout&, int64_t begin_row, int64_t end_row);
+  void (*rotary[kStorages])(const Rotary&, int64_t begin_row, int64_t end_row);
 };
 
 // Fills a table; each source of loops adds its own.
@@ -32,6 +34,7 @@ void add_activation(Loops&);
 void add_dropout(Loops&);
 void add_gated(Loops&);
 void add_norm(Loops&);
+void add_rotary(Loops&);
 void fill(Loops&);
 }  // namespace FUSIBLE_ISA
 

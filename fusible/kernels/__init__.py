@@ -46,7 +46,9 @@ from fusible.kernels.add_norm import (
     drms_norm_add,
     dropout_add_norm,
 )
+from fusible.kernels.attention import attention, dattention
 from fusible.kernels.dropout import ddropout, dropout, dropout_add
+from fusible.kernels.embedding import add_rows, dadd_rows, dembedding, embedding
 from fusible.kernels.epilogue import dgemm_x_add, gemm_add, gemm_bias, gemm_scale, gemm_scale_add
 from fusible.kernels.gated import (
     bias_gated,
@@ -76,11 +78,14 @@ from fusible.kernels.norm import dl2_norm, dlayer_norm, drms_norm, l2_norm, laye
 from fusible.kernels.pair import dgemm_pair_weights, dgemm_pair_x, gemm_pair
 from fusible.kernels.registry import use
 from fusible.kernels.residual import add
+from fusible.kernels.rotary import pack, rotate, rotate_, unrotate_pack
 
 __all__ = [
     "add",
     "add_layer_norm",
     "add_rms_norm",
+    "add_rows",
+    "attention",
     "bias_act",
     "bias_act_",
     "bias_gated",
@@ -89,10 +94,13 @@ __all__ = [
     "dact_dbias",
     "dact_dbias_recompute",
     "dact_recompute",
+    "dadd_rows",
+    "dattention",
     "dbias",
     "dclamped_swiglu",
     "ddropout",
     "ddropout_add_norm",
+    "dembedding",
     "dgated_dbias",
     "dgated_dbias_recompute",
     "dgated_recompute",
@@ -125,6 +133,7 @@ __all__ = [
     "dsrelu",
     "dswiglu",
     "dtanh",
+    "embedding",
     "geglu",
     "gelu",
     "gelu_",
@@ -137,6 +146,7 @@ __all__ = [
     "glu",
     "l2_norm",
     "layer_norm",
+    "pack",
     "qgeglu",
     "qgelu",
     "qgelu_",
@@ -144,6 +154,8 @@ __all__ = [
     "relu",
     "relu_",
     "rms_norm",
+    "rotate",
+    "rotate_",
     "sigmoid",
     "sigmoid_",
     "silu",
@@ -155,6 +167,7 @@ __all__ = [
     "swiglu",
     "tanh",
     "tanh_",
+    "unrotate_pack",
     "use",
 ]
 

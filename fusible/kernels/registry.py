@@ -67,7 +67,10 @@ class Kernel:
             return self._recorded(x, *args, **options)
         if not self.backends:
             return self.body(x, *args, **options)
-        key = x.device, x.dtype, x.shape[-1], _state.forced  # the device itself: its type's name costs ten times that
+        try:
+            key = x.device, x.dtype, x.shape[-1], _state.forced  # the device, as its type costs ten times that
+        except IndexError:  # a scalar
+            return self.body(x, *args, **options)
         body = self._chosen.get(key)
         if body is None:
             body = self._choose_body(key)
@@ -77,7 +80,7 @@ class Kernel:
         """Notes which backend would run, and runs the torch body, which takes fake tensors too."""
         if _state.calls is None:
             return self.body(x, *args, **options)
-        chosen = self.choose(_state.device or x.device.type, x.dtype, x.shape[-1])
+        chosen = self.choose(_state.device or x.device.type, x.dtype, x.shape[-1] if x.shape else None)
         backend = chosen.name if chosen else "torch"
         _state.calls.append((self.name, backend))
         if _state.around is None:

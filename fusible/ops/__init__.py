@@ -6,13 +6,16 @@ import torch
 
 from fusible.op import Op
 from fusible.ops.activation import GELU, QGELU, ReLU, Sigmoid, SiLU, SReLU, Tanh
+from fusible.ops.attention import Attention
 from fusible.ops.dropout import Dropout
+from fusible.ops.embedding import Embedding, PositionEmbedding
 from fusible.ops.extra import AddExtraInput, MakeExtraOutput
 from fusible.ops.gated import GEGLU, GLU, QGEGLU, ClampedSwiGLU, ReGLU, SiTUGLU, SReGLU, SwiGLU
 from fusible.ops.linear import BasicLinear, Bias, Linear
-from fusible.ops.norm import L2Normalization, LayerNorm, RMSNorm
+from fusible.ops.norm import L2Normalization, LayerNorm, QKNorm, RMSNorm
 from fusible.ops.pair import PairLinear
 from fusible.ops.residual import Residual
+from fusible.ops.rotary import Rotary
 from fusible.ops.scale import ConstantScale
 from fusible.ops.shape import Identity, Reshape
 
@@ -23,22 +26,27 @@ __all__ = [
     "QGEGLU",
     "QGELU",
     "AddExtraInput",
+    "Attention",
     "BasicLinear",
     "Bias",
     "ClampedSwiGLU",
     "ConstantScale",
     "Dropout",
+    "Embedding",
     "Identity",
     "L2Normalization",
     "LayerNorm",
     "Linear",
     "MakeExtraOutput",
     "PairLinear",
+    "PositionEmbedding",
+    "QKNorm",
     "RMSNorm",
     "ReGLU",
     "ReLU",
     "Reshape",
     "Residual",
+    "Rotary",
     "SReGLU",
     "SReLU",
     "SiLU",
@@ -60,5 +68,6 @@ TWINS: dict[type[torch.nn.Module], type[Op]] = {
     torch.nn.Tanh: Tanh,
     torch.nn.GLU: GLU,
     torch.nn.Dropout: Dropout,
+    torch.nn.Embedding: Embedding,
     torch.nn.Identity: Identity,
 }

@@ -1,4 +1,4 @@
-"""Normalisations: `LayerNorm`, `RMSNorm`, `L2Normalization`."""
+"""Normalisations: `LayerNorm`, `RMSNorm`, `QKNorm`, `L2Normalization`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 from fusible import kernels
 from fusible.op import Env, Grads, Op, Out, Saved, Spec, reads_for
-from fusible.ops._checks import arithmetic, trailing
+from fusible.ops._checks import arithmetic, shown, trailing
 
-__all__ = ["L2Normalization", "LayerNorm", "RMSNorm"]
+__all__ = ["L2Normalization", "LayerNorm", "QKNorm", "RMSNorm"]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -162,6 +162,95 @@ class RMSNorm(Op, torch.nn.RMSNorm):
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (", zero_centered_gamma=True" if self.zero_centered_gamma else "")
+
+
+class QKNorm(Op):
+    """`RMSNorm` over each query and key head of a packed stream, `[..., (h + 2g) e]`; values stay as they are.
+
+    x has `heads` query heads of `head_dim` elements, then `kv_heads` key heads, then as many value heads, as for
+    `Attention`. All query heads share `q_weight` [e], all key heads `k_weight` [e]; both start at 1. It goes before
+    `Rotary`. Statistics are in float32 (float64 for float64 x); y has x's dtype. Raises `ValueError` on another width,
+    and on integer or complex x.
+
+    Source: Henry et al., "Query-Key Normalization for Transformers", 2020, with the RMS in the place of the length.
+    """
+
+    aliases = False
+    grad_aliases = False
+    fixed = ("eps", "head_dim", "heads", "kv_heads")
+
+    class Saved(Saved):
+        x: Tensor = reads_for("x", "q_weight", "k_weight")
+        q_rstd: Tensor = reads_for("x", "q_weight")
+        k_rstd: Tensor = reads_for("x", "k_weight")
+
+    def __init__(
+        self, head_dim: int, heads: int, kv_heads: int | None = None, *, eps: float = 1e-6,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.head_dim, self.heads, self.kv_heads, self.eps = (
+            head_dim,
+            heads,
+            heads if kv_heads is None else kv_heads,
+            eps,
+        )
+        self.q_weight = torch.nn.Parameter(torch.empty(head_dim, device=device, dtype=dtype))
+        self.k_weight = torch.nn.Parameter(torch.empty(head_dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.ones_(self.q_weight)
+        torch.nn.init.ones_(self.k_weight)
+
+    def _parts(self, x: Tensor) -> Any:
+        """Query, key and value heads: [..., h, e], [..., g, e] twice."""
+        heads = x.unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_dim))
+        return heads.split((self.heads, self.kv_heads, self.kv_heads), -2)
+
+    def reference(self, x: Tensor, q_weight: Tensor, k_weight: Tensor) -> Tensor:
+        q, k, v = self._parts(x)
+        dtype = _wide(x.dtype)
+        normal = [F.rms_norm(part.to(dtype), (self.head_dim,), weight.to(dtype), self.eps).to(x.dtype)
+                  for part, weight in ((q, q_weight), (k, k_weight))]  # fmt: skip
+        return torch.cat((*normal, v), -2).flatten(-2)
+
+    def fwd(self, x: Tensor, q_weight: Tensor, k_weight: Tensor) -> Out:
+        q, k, v = self._parts(x)
+        q, q_rstd = kernels.rms_norm(q, q_weight, self.eps)
+        k, k_rstd = kernels.rms_norm(k, k_weight, self.eps)
+        return Out(kernels.pack(q, k, v), saved=QKNorm.Saved(x, q_rstd, k_rstd))
+
+    def bwd(
+        self,
+        saved: Saved,
+        dy: Tensor,
+        q_weight: Tensor = reads_for("x"),
+        k_weight: Tensor = reads_for("x"),
+        *,
+        env: Env,
+    ) -> Grads:
+        needs = env.needs
+        x, q_rstd, k_rstd = saved
+        (q, k, _), (dq, dk, dv) = self._parts(x), self._parts(dy)
+        dq_weight = dk_weight = None
+        if needs.x or needs.q_weight:
+            dq, dq_weight = kernels.drms_norm(dq, q, q_rstd, q_weight, False, needs.x, needs.q_weight)
+        if needs.x or needs.k_weight:
+            dk, dk_weight = kernels.drms_norm(dk, k, k_rstd, k_weight, False, needs.x, needs.k_weight)
+        return Grads(kernels.pack(dq, dk, dv) if needs.x else None, q_weight=dq_weight, k_weight=dk_weight)
+
+    def infer(self, x: Spec, *, autocast: torch.dtype | None = None) -> Spec:
+        arithmetic(x)
+        total = self.heads + 2 * self.kv_heads
+        if x.width != total * self.head_dim:
+            raise ValueError(
+                f"x's last dimension must be {total} heads of {self.head_dim}, but is {x.width} {shown(x)}"
+            )
+        return x
+
+    def extra_repr(self) -> str:
+        return f"{self.head_dim}, {self.heads}, {self.kv_heads}, eps={self.eps}"
 
 
 class L2Normalization(Op):

@@ -20,7 +20,7 @@ class Residual(torch.nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         y = x
         for module in self:
-            if isinstance(module, Op) and module.num_extra_inputs + module.num_extra_outputs:
+            if isinstance(module, Op) and (module.present_inputs() or module.num_extra_outputs):
                 raise TypeError(
                     f"Residual: {type(module).__name__} has extra inputs or outputs, which only a fusible.Sequential "
                     f"can route; put the Residual into one"

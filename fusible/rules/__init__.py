@@ -21,6 +21,7 @@ from fusible.rules.recompute import (
     norm_linear_recompute,
 )
 from fusible.rules.residual_norm import dresidual_layer_norm, dresidual_rms_norm
+from fusible.rules.rotary import dattention_rotary, linear_rotary
 
 __all__ = [
     "DEFAULT",
@@ -31,6 +32,7 @@ __all__ = [
     "add_norm",
     "bias_act",
     "bias_activation",
+    "dattention_rotary",
     "ddropout_add_norm",
     "dlinear_add",
     "dlinear_scale",
@@ -43,6 +45,7 @@ __all__ = [
     "linear_add",
     "linear_add_norm",
     "linear_bias",
+    "linear_rotary",
     "linear_scale_add",
     "norm_linear_onepass",
     "norm_linear_recompute",
@@ -62,6 +65,7 @@ DEFAULT = RuleSet(
         add_norm,
         linear_scale_add,
         linear_activation,
+        linear_rotary,
         linear_add,
         linear_bias,
         bias_act,
@@ -69,6 +73,7 @@ DEFAULT = RuleSet(
         norm_linear_onepass,
         norm_pair_onepass,
         bias_activation,
+        dattention_rotary,
         ddropout_add_norm,
         dlinear_add,
         dlinear_scale,

@@ -5,6 +5,6 @@
 
 from __future__ import annotations
 
-from fusible.kernels.cpu import activation, add_norm, dropout, gated, half, linear, norm, pair, residual
+from fusible.kernels.cpu import activation, add_norm, dropout, gated, half, linear, norm, pair, residual, rotary
 
-__all__ = ["activation", "add_norm", "dropout", "gated", "half", "linear", "norm", "pair", "residual"]
+__all__ = ["activation", "add_norm", "dropout", "gated", "half", "linear", "norm", "pair", "residual", "rotary"]
