@@ -15,7 +15,16 @@ __version__ = "0.1.0"
 
 
 #: Loaded when they are asked for: the module of each.
-_LAZY = {"audit": "auditing", "explain": "model_explanation", "memory_plan": "memory_report", "profile": "profiling"}
+_LAZY = {
+    "adapter": "adapting",
+    "audit": "auditing",
+    "chains": "fused",
+    "explain": "model_explanation",
+    "fuse": "fused",
+    "memory_plan": "memory_report",
+    "profile": "profiling",
+    "unfuse": "fused",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -33,10 +42,13 @@ __all__ = [
     "Saved",
     "Sequential",
     "Spec",
+    "adapter",
     "audit",
     "backward",
+    "chains",
     "explain",
     "forward",
+    "fuse",
     "info",
     "kernels",
     "memory",
@@ -47,5 +59,6 @@ __all__ = [
     "rewrite",
     "rules",
     "testing",
+    "unfuse",
     "use_rules",
 ]

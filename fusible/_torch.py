@@ -52,6 +52,16 @@ def saved_tensor_hooks() -> bool:
     return _top_saved_tensors_default_hooks(False) is not None
 
 
+def top_saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """The innermost saved-tensor hooks, (pack, unpack), which those opened inside of them shut out."""
+    return _top_saved_tensors_default_hooks(False)
+
+
+def saved_tensor_hooks_allowed() -> bool:
+    """Whether saved-tensor hooks may be set; inside `disable_saved_tensors_hooks` that raises."""
+    return torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+
+
 def batched_backward() -> bool:
     """Whether gradients come in batches that only torch's own operators can take apart: under `vmap`, old and new."""
     return peek_interpreter_stack() is not None or torch._C._dispatch_tls_is_dispatch_key_included(_OLD_VMAP)

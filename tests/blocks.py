@@ -31,6 +31,10 @@ def _gated_mlp() -> list:
     ]
 
 
+def _pair_mlp() -> list:
+    return [ops.Residual(ops.RMSNorm(8), ops.PairLinear(8, 6), ops.SwiGLU(), ops.Linear(6, 8, bias=False))]
+
+
 def _twins() -> list:
     return [torch.nn.LayerNorm(8), torch.nn.Linear(8, 12), torch.nn.GELU("tanh"), torch.nn.Linear(12, 8)]
 
@@ -121,6 +125,7 @@ BLOCKS: dict[str, Callable[[], list]] = {
         _mlp,
         _gated_mlp,
         _twins,
+        _pair_mlp,
         _two_layers,
         _relu_mlp,
         _without_biases,

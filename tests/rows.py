@@ -292,6 +292,8 @@ ROWS = [
     Row(ops.BasicLinear, 6, 4, formula=lambda op, x: x @ op.weight.T, errors=FEATURES),
     Row(ops.Bias, 6, formula=lambda op, x: x + op.bias,
         errors=_errors("bias has 6 elements but x's last dimension is 5")),
+    Row(ops.PairLinear, 6, 4, formula=lambda op, x: torch.cat([x @ op.first.T, x @ op.second.T], -1),
+        errors={(5,): "first takes 6 features but x's last dimension is 5 (x: [5])"}),
     Row(ops.LayerNorm, 6, errors=WEIGHT),
     Row(ops.LayerNorm, 6, eps=0.1, bias=False),
     Row(ops.LayerNorm, 6, elementwise_affine=False,

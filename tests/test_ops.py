@@ -83,7 +83,7 @@ def test_any_rank_and_no_rows(row, leading):
 def test_parameters_of_another_dtype(row, x, parameters):
     block, (inputs, named) = row.block(parameters), row.named(row.inputs(x))
     check(block, *inputs, layouts=False, **named)
-    linear = isinstance(block[0], (ops.Linear, ops.BasicLinear)) or not inputs[0].is_floating_point()
+    linear = isinstance(block[0], (ops.Linear, ops.BasicLinear, ops.PairLinear)) or not inputs[0].is_floating_point()
     residual = isinstance(block[0], ops.Residual)
     right = torch.promote_types(x, parameters) if residual else parameters if linear else x
     if isinstance(block[0], ops.LinearCrossEntropy):

@@ -76,6 +76,7 @@ TWO_DTYPES = "the extra input is torch.float32, the stream torch.float64: make t
 def recomputed(suffix: str) -> list[Case]:
     """The cases that a rule of `LEAN` and its twin of `DEFAULT` share."""
     activation, norm = f"activation_linear_{suffix}", f"norm_linear_{suffix}"
+    pair = f"norm_pair_{suffix}"
     gated = (ops.SwiGLU, ops.GEGLU, ops.QGEGLU, ops.ReGLU, ops.SReGLU, ops.GLU, ops.ClampedSwiGLU, ops.SiTUGLU)
     return [
         *[Case(activation, lambda act=act: [act(), ops.Linear(6, 4).double()])
@@ -95,6 +96,13 @@ def recomputed(suffix: str) -> list[Case]:
         Case(norm, lambda: [ops.RMSNorm(6).double(), linear()], FROZEN,
              lambda chain: freeze(chain, "weight", 1)),
         Case(norm, lambda: [ops.RMSNorm(6).double(), linear()], NARROW_X, x=F32),
+        Case(pair, lambda: [ops.RMSNorm(6).double(), ops.PairLinear(6, 4).double()]),
+        Case(pair, lambda: [ops.MakeExtraOutput(), ops.LayerNorm(6).double(), ops.PairLinear(6, 4).double()]),
+        Case(pair, lambda: [ops.RMSNorm(6).double(), ops.PairLinear(6, 4).double()],
+             "both weights are frozen, so their input is not kept anyway",
+             lambda chain: (freeze(chain, "first", 1), freeze(chain, "second", 1))),
+        Case(pair, lambda: [ops.RMSNorm(6).double(), ops.PairLinear(6, 4).double()],
+             "x is torch.float32, the weight torch.float64 and the result torch.float64: use one dtype", x=F32),
     ]  # fmt: skip
 
 
@@ -170,6 +178,8 @@ CASES = [
     *recomputed("recompute"),
     *(recomputed("onepass") if library.load() else []),
     Case("activation_linear_onepass", lambda: [ops.GELU(), linear()], ONE_PASS, backend="reference"),
+    Case("norm_pair_onepass", lambda: [ops.RMSNorm(6).double(), ops.PairLinear(6, 4).double()], ONE_PASS,
+         backend="reference"),
     Case("norm_linear_onepass", lambda: [ops.RMSNorm(6).double(), linear()], ONE_PASS, backend="reference"),
     *[Case("bias_act", lambda act=act: [ops.Bias(6).double(), act()])
       for act in (ops.GELU, ops.QGELU, ops.ReLU, ops.SReLU, ops.SiLU, ops.Sigmoid, ops.Tanh, ops.SwiGLU, ops.GLU)],

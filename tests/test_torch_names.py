@@ -181,6 +181,18 @@ def test_saved_tensor_hooks():
         assert asked(_torch.saved_tensor_hooks, run) == [not reentrant]
 
 
+def test_top_saved_tensor_hooks():
+    """The innermost pair; nothing may be set while hooks are disabled."""
+    assert _torch.top_saved_tensor_hooks() is None
+    assert _torch.saved_tensor_hooks_allowed()
+    hooks = [(lambda t: t, lambda t: t) for _ in range(2)]
+    with torch.autograd.graph.saved_tensors_hooks(*hooks[0]), torch.autograd.graph.saved_tensors_hooks(*hooks[1]):
+        assert _torch.top_saved_tensor_hooks() == hooks[1]
+    with torch.autograd.graph.disable_saved_tensors_hooks("no"):
+        assert not _torch.saved_tensor_hooks_allowed()
+        assert _torch.top_saved_tensor_hooks() is None
+
+
 def test_batched_backward():
     x = leaf()
     seeds = torch.randn(5, 3)

@@ -89,6 +89,7 @@ from fusible.kernels.linear_cross_entropy import (
     linear_cross_entropy_grads,
 )
 from fusible.kernels.norm import dl2_norm, dlayer_norm, drms_norm, l2_norm, layer_norm, rms_norm
+from fusible.kernels.pair import dgemm_pair_weights, dgemm_pair_x, gemm_pair
 from fusible.kernels.registry import use
 from fusible.kernels.residual import add
 from fusible.kernels.rotary import pack, rotate, rotate_, unrotate_pack
@@ -126,6 +127,8 @@ __all__ = [
     "dgated_recompute",
     "dgeglu",
     "dgelu",
+    "dgemm_pair_weights",
+    "dgemm_pair_x",
     "dgemm_weight",
     "dgemm_x",
     "dgemm_x_add",
@@ -159,6 +162,7 @@ __all__ = [
     "gemm",
     "gemm_add",
     "gemm_bias",
+    "gemm_pair",
     "gemm_scale",
     "gemm_scale_add",
     "glu",

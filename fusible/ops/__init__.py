@@ -14,6 +14,7 @@ from fusible.ops.gated import GEGLU, GLU, QGEGLU, ClampedSwiGLU, ReGLU, SiTUGLU,
 from fusible.ops.linear import BasicLinear, Bias, Linear
 from fusible.ops.loss import CrossEntropy, LinearCrossEntropy
 from fusible.ops.norm import L2Normalization, LayerNorm, QKNorm, RMSNorm
+from fusible.ops.pair import PairLinear
 from fusible.ops.residual import Residual
 from fusible.ops.rotary import Rotary
 from fusible.ops.scale import ConstantScale
@@ -40,6 +41,7 @@ __all__ = [
     "Linear",
     "LinearCrossEntropy",
     "MakeExtraOutput",
+    "PairLinear",
     "PositionEmbedding",
     "QKNorm",
     "RMSNorm",

@@ -24,7 +24,7 @@ def compute_dtype(x: torch.dtype, weight: torch.dtype, autocast: torch.dtype | N
     return weight if autocast is None or torch.float64 in (x, weight) else autocast
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The formula of all linear ops, under whatever autocast is on."""
     kind = x.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -52,7 +52,7 @@ class Linear(Op, torch.nn.Linear):
         super().__init__(*args, **kwargs)
 
     def reference(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _linear(x, weight, bias)
+        return plain_linear(x, weight, bias)
 
     def infer(self, x: Spec, *, autocast: torch.dtype | None = None) -> Spec:
         return _infer(x, self.weight, autocast)
@@ -95,7 +95,7 @@ class BasicLinear(Op):
         torch.nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
     def reference(self, x: Tensor, weight: Tensor) -> Tensor:
-        return _linear(x, weight, None)
+        return plain_linear(x, weight, None)
 
     def fwd(self, x: Tensor, weight: Tensor, *, env: Env) -> Out:
         dtype = env.out_dtype

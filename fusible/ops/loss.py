@@ -16,7 +16,7 @@ from fusible import _torch, kernels
 from fusible.kernels import Targets, Wanted
 from fusible.op import Env, Grads, Op, Out, Saved, Spec, reads_for
 from fusible.ops._checks import arithmetic, shown
-from fusible.ops.linear import _linear, compute_dtype
+from fusible.ops.linear import compute_dtype, plain_linear
 
 __all__ = ["CrossEntropy", "LinearCrossEntropy"]
 
@@ -319,7 +319,7 @@ class LinearCrossEntropy(Loss):
             torch.nn.init.uniform_(self.bias, -bound, bound)
 
     def reference(self, x: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _formula(self, _linear(x, weight, bias), target)
+        return _formula(self, plain_linear(x, weight, bias), target)
 
     def fwd(self, x: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None, *, env: Env) -> Out:
         return linear_fwd(self, x, target, weight, bias, env)

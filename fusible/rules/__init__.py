@@ -14,6 +14,7 @@ from fusible.rules.gated_mlp import gated_mlp
 from fusible.rules.linear_backward import dlinear_add, dlinear_scale
 from fusible.rules.linear_epilogue import linear_activation, linear_add, linear_bias, linear_scale_add
 from fusible.rules.linear_loss import linear_cross_entropy
+from fusible.rules.pair import norm_pair_onepass, norm_pair_recompute
 from fusible.rules.recompute import (
     activation_linear_onepass,
     activation_linear_recompute,
@@ -50,6 +51,8 @@ __all__ = [
     "linear_scale_add",
     "norm_linear_onepass",
     "norm_linear_recompute",
+    "norm_pair_onepass",
+    "norm_pair_recompute",
 ]
 
 #: No rules: every op runs its own `fwd` and `bwd`.
@@ -71,6 +74,7 @@ DEFAULT = RuleSet(
         bias_act,
         activation_linear_onepass,
         norm_linear_onepass,
+        norm_pair_onepass,
         bias_activation,
         dattention_rotary,
         ddropout_add_norm,
@@ -83,4 +87,4 @@ DEFAULT = RuleSet(
 
 #: `DEFAULT`, and the outputs of activations and norms computed again in backward instead of kept, also where that takes
 #: a pass of its own. `gated_mlp`, which computes a GEMM again, is in no set: put it in front of one.
-LEAN = RuleSet((activation_linear_recompute, norm_linear_recompute)) + DEFAULT
+LEAN = RuleSet((activation_linear_recompute, norm_linear_recompute, norm_pair_recompute)) + DEFAULT

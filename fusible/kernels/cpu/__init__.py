@@ -14,6 +14,7 @@ from fusible.kernels.cpu import (
     half,
     linear,
     norm,
+    pair,
     residual,
     rotary,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "half",
     "linear",
     "norm",
+    "pair",
     "residual",
     "rotary",
 ]
