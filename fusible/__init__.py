@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from fusible import kernels, memory, ops, rules, testing
-from fusible._info import info
+from fusible import kernels, memory, ops, rules
 from fusible.op import Env, Grads, Op, Out, Saved, Spec, reads_for
 from fusible.rule import RuleSet, backward, forward, rewrite
 from fusible.sequential import Sequential, use_rules
@@ -21,6 +20,7 @@ _LAZY = {
     "chains": "fused",
     "explain": "model_explanation",
     "fuse": "fused",
+    "info": "_info",
     "memory_plan": "memory_report",
     "profile": "profiling",
     "unfuse": "fused",
@@ -28,6 +28,8 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "testing":
+        return importlib.import_module("fusible.testing")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"fusible.{_LAZY[name]}"), name)
