@@ -172,11 +172,11 @@ def _path(node: Node) -> str:
 
 def _ops(plan: Plan) -> tuple[OpRow, ...]:
     """The chain's ops, or those that rewrites made of it."""
-    skipped = {node.path for node in plan.skipped if not any(node.path == other.path for other in plan.nodes)}
+    skipped = {id(node) for node in plan.skipped}
     rows = []
     for node in plan.nodes if plan.rewritten else plan.chain.nodes:
         spec = plan.specs.get(node.outs[0])
-        rows.append(OpRow(_path(node), show_tensor(spec) if spec else None, node.path in skipped))
+        rows.append(OpRow(_path(node), show_tensor(spec) if spec else None, id(node) in skipped))
     return tuple(rows)
 
 

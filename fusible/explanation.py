@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -156,6 +157,15 @@ class Explanation:
         from fusible.report.mermaid import flowchart
 
         return flowchart(self)
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes a page, one file without need of a network: the chain drawn with its fused steps, and the tables.
+
+        Needs the extra `cli`, for Jinja2: raises `ImportError` without it, and `OSError` if the file cannot be written.
+        """
+        from fusible.report.page import explanation_page, write
+
+        write(explanation_page(self), path)
 
     def __str__(self) -> str:
         from fusible.report.text import text

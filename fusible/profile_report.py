@@ -133,6 +133,16 @@ class Profile:
         note = f"copies: time over that of a copy of as many bytes, at {self.copy_rate / 1e9:.1f} GB/s"
         return "\n".join([self.title, "", *lines, "", note])
 
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes a page, one file without need of a network: the chain drawn, coloured by each step's distance from its
+        floor, and the tables.
+
+        Needs the extra `cli`, for Jinja2: raises `ImportError` without it, and `OSError` if the file cannot be written.
+        """
+        from fusible.report.page import profile_page, write
+
+        write(profile_page(self), path)
+
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws the steps with matrix products under the machine's two roofs: FLOPs per byte against FLOPs per second.
 

@@ -175,3 +175,65 @@ def test_info_says_why_a_backend_is_missing_and_counts_its_kernels_once_there(mo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert backend("triton") == (True, "1 kernel")
+
+
+FILE = """import torch, fusible
+from fusible import ops
+block = fusible.Sequential(ops.Residual(ops.RMSNorm(8), ops.Linear(8, 8)), ops.Tanh())
+plain = torch.nn.Linear(8, 8)
+example_inputs = torch.randn(4, 8, requires_grad=True)
+
+@fusible.forward
+def loses(act: ops.Tanh, /, x):
+    y = torch.tanh(x) * 1.1
+    return fusible.Out(y, act=ops.Tanh.Saved(y))
+
+wrong = fusible.Sequential(ops.Tanh(), rules=(loses,))
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "model.py"
+    path.write_text(FILE)
+    return path
+
+
+@pytest.mark.parametrize("command", ["explain", "profile", "memory", "check", "audit"])
+def test_commands_on_a_block(command, file, capsys):
+    extra = {"profile": ["--rounds", "2"], "check": ["--no-gradcheck"]}.get(command, [])
+    assert cli.run([command, f"{file}:block", *extra]) == 0
+    assert "Linear" in capsys.readouterr().out or command == "check"
+    assert cli.run([command, f"{file}:block", *extra, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert {"explain": "parts", "profile": "steps", "memory": "chains", "check": "findings", "audit": "ok"}[
+        command
+    ] in data
+    assert cli.run([command, "--help"]) == 0
+    assert f"Example: python -m fusible {command} model.py:" in " ".join(capsys.readouterr().out.split())
+    wide = ["--input", "4x9"]
+    assert cli.run([command, f"{file}:block", *extra, *wide]) == 2
+    assert "RMSNorm (op 0.0): weight has 8 elements but x's last dimension is 9" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["check", "audit"])
+def test_a_fault_is_an_exit_code(command, file, capsys):
+    extra = ["--no-gradcheck"] if command == "check" else []
+    assert cli.run([command, f"{file}:wrong", *extra]) == 1
+    assert "loses" in capsys.readouterr().out or command == "check"
+
+
+def test_pages_and_pictures_are_written_where_they_should(file, tmp_path, capsys):
+    assert cli.run(["explain", f"{file}:block", "--html", str(tmp_path / "page.html")]) == 0
+    assert capsys.readouterr().out.endswith(f"wrote {tmp_path / 'page.html'}\n")
+    assert cli.run(["audit", f"{file}:block", "--plot", str(tmp_path / "errors.png")]) == 0
+    assert (tmp_path / "errors.png").stat().st_size > 0
+    capsys.readouterr()
+    nowhere = tmp_path / "none" / "page.html"
+    fails_in_one_line(
+        capsys, ["explain", f"{file}:block", "--html", str(nowhere)], f"{nowhere}: No such file or directory"
+    )
+    name = f"{file}:plain"
+    fails_in_one_line(
+        capsys, ["memory", name], f"{name}: must be a fusible.Sequential, got Linear; name a block of the model"
+    )

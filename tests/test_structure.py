@@ -69,7 +69,7 @@ MAY_IMPORT = {
     "costs": {"_torch", "op", "kernels.registry", "calibration"},
     "dry_run": {"_torch", "plan", "executable", "costs"},
     "explanation": {"rule", "report"},
-    "report": {"explanation", "rule"},
+    "report": {"explanation", "profile_report", "report", "rule"},
     "explaining": {
         "_torch",
         "op",
@@ -139,7 +139,7 @@ MAY_IMPORT = {
         "tracing",
         "trial",
     },
-    "profile_report": {"charts", "explanation"},
+    "profile_report": {"charts", "explanation", "report"},
     "profiling": {
         "_progress",
         "calibration",

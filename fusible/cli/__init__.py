@@ -1,4 +1,7 @@
-"""The commands: `python -m fusible info`, `explain`, `calibrate`, `demo`, `bench`, `build`. Needs the extra `cli`."""
+"""The commands: `python -m fusible info`, `calibrate`, `demo`, `bench`, `build`; those on models are in `models`.
+
+Needs the extra `cli`.
+"""
 
 from __future__ import annotations
 
@@ -44,45 +47,6 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="As JSON, for prog
     """Show versions, devices, and which kernel backends are there."""
     report = fusible.info()
     print(json.dumps(report.to_dict(), indent=2) if as_json else report)
-
-
-#: Options that the commands on a block or model share.
-TargetName = Annotated[str, typer.Argument(metavar="FILE.py:OBJECT", help="A module, or a function that makes one.")]
-Inputs = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--input",
-        help="Sizes and dtype of an input, as 8x512 or 8x512:bfloat16; once for each. Else the file's example_inputs.",
-        show_default=False,
-    ),
-]
-
-
-@app.command(epilog="Example: python -m fusible explain model.py:block --input 8x512")
-def explain(
-    target: TargetName,
-    inputs: Inputs = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
-    mermaid: Annotated[bool, typer.Option(help="As a Mermaid flowchart.")] = False,
-    strict: Annotated[bool, typer.Option(help="Exit with 1 if something did not fuse.")] = False,
-) -> None:
-    """Show what runs fused in a block or model, what each step moves and costs, and why the rest did not fuse.
-
-    Nothing is run. Without --input, the file may hold example_inputs: a tensor, several, or a function that makes them.
-    """
-    from fusible.targets import load
-
-    found = load(target, inputs or ())
-    try:
-        explanation = fusible.explain(found.module, *found.args, **found.kwargs)
-    except (TypeError, ValueError) as error:
-        raise TargetError(f"{target}: {error}") from error
-    if as_json:
-        print(json.dumps(explanation.to_dict(), indent=2))
-    else:
-        print(explanation.to_mermaid() if mermaid else explanation)
-    if strict and explanation.unfused:
-        raise typer.Exit(1)
 
 
 @app.command(epilog="Example: python -m fusible calibrate")
@@ -177,3 +141,8 @@ def bench(
 
     options = Options(tuple(rows or ()), json_file, plot, rounds, threads, compiled, sweep, check)
     raise typer.Exit(run_bench(options, Console()))
+
+
+from fusible.cli import models  # noqa: E402 - adds its commands to `app`
+
+app.add_typer(models.app)
