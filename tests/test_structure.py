@@ -98,6 +98,7 @@ MAY_IMPORT = {
         "explanation",
         "scope",
     },
+    "sampling": {"op", "ops"},
     "model_explanation": {"_torch", "calibration", "explaining", "explanation", "scope", "sequential"},
     "calibrating": {"calibration", "costs", "dry_run", "executable", "ops", "sequential"},
     "targets": set(),

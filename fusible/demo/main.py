@@ -15,7 +15,7 @@ from rich.console import Console
 import fusible
 from fusible.demo import report
 from fusible.demo.config import BATCH, CONTEXT, Config, InputError, read_text
-from fusible.demo.model import CharModel, generate
+from fusible.demo.model import generate
 from fusible.demo.picture import draw
 from fusible.demo.result import Result, Run
 from fusible.demo.train import Vocabulary, make_model
@@ -113,14 +113,13 @@ def ctrl_c_asks_to_stop() -> Iterator[Event]:
         signal.signal(signal.SIGINT, before)
 
 
-def explain_block(model: CharModel, config: Config) -> str:
+def explain_block(model: fusible.Sequential, config: Config) -> str:
+    """One layer of the model, the two branches behind the embeddings, explained as a block."""
     x = torch.zeros(BATCH, CONTEXT, config.width, requires_grad=True)
-    block = model.body[0]
-    assert isinstance(block, fusible.Sequential)
-    return str(block.explain(x))
+    return str(model[2:4].explain(x))
 
 
-def write(model: CharModel, vocabulary: Vocabulary, config: Config) -> str:
+def write(model: fusible.Sequential, vocabulary: Vocabulary, config: Config) -> str:
     generator = torch.Generator().manual_seed(config.seed)
     prompt = vocabulary.encode("The") if set("The") <= set(vocabulary.characters) else torch.zeros(1, dtype=torch.long)
     return vocabulary.decode(generate(model, prompt, SAMPLE, generator))

@@ -1,4 +1,4 @@
-"""The model of the demo, a small GPT on characters, written twice: with `torch.nn` and with fusible.
+"""The model of the demo, a small GPT on characters, written twice: with `torch.nn`, and as one chain of fusible's ops.
 
 Both have the same state-dict keys, so the weights of one load into the other.
 
@@ -14,12 +14,13 @@ from torch import Tensor, nn
 import fusible
 from fusible import ops
 from fusible.demo.config import CONTEXT, Config
+from fusible.sampling import Sampler
 
-__all__ = ["MODELS", "CharModel", "fusible_model", "generate", "plain_model"]
+__all__ = ["MODELS", "fusible_model", "generate", "plain_model"]
 
 
 class CausalAttention(nn.Module):
-    """Softmax attention over earlier positions. A plain module: inside a fusible block it splits the chain."""
+    """Softmax attention over earlier positions."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -39,32 +40,37 @@ class Residual(nn.Sequential):
         return x + super().forward(x)
 
 
-def plain_block(width: int, heads: int) -> nn.Module:
+class Positions(nn.Module):
+    """`x + weight[:t]`, a learned vector for each position."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(waves(CONTEXT, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight[: x.shape[1]]
+
+
+class PlainModel(nn.Sequential):
+    """From characters and those that follow, both [b, t], to the mean loss."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = super().forward(tokens)  # [b, t, v]
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def plain_block(width: int, heads: int) -> list[nn.Module]:
     attention = [nn.RMSNorm(width), nn.Linear(width, 3 * width), CausalAttention(heads), nn.Linear(width, width)]
     mlp = [nn.RMSNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)]
-    return nn.Sequential(Residual(*attention), Residual(*mlp))
+    return [Residual(*attention), Residual(*mlp)]
 
 
-def fusible_block(width: int, heads: int) -> nn.Module:
-    attention = [ops.RMSNorm(width), ops.Linear(width, 3 * width), CausalAttention(heads), ops.Linear(width, width)]
+def fusible_block(width: int, heads: int) -> list[nn.Module]:
+    attention = [
+        ops.RMSNorm(width), ops.Linear(width, 3 * width), ops.Attention(heads, causal=True), ops.Linear(width, width)
+    ]  # fmt: skip
     mlp = [ops.RMSNorm(width), ops.Linear(width, 4 * width), ops.GELU(), ops.Linear(4 * width, width)]
-    return fusible.Sequential(ops.Residual(*attention), ops.Residual(*mlp))
-
-
-class CharModel(nn.Module):
-    """Embeddings, then `body`: the blocks, a norm, and the projection to the vocabulary."""
-
-    def __init__(self, vocabulary: int, width: int, body: nn.Sequential) -> None:
-        super().__init__()
-        self.token = nn.Embedding(vocabulary, width)
-        self.position = nn.Embedding(CONTEXT, width)
-        self.body: nn.Sequential = body
-        with torch.no_grad():
-            self.position.weight.copy_(waves(CONTEXT, width))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits `[b, t, v]` of the next character at each position of `tokens`, `[b, t]`."""
-        return self.body(self.token(tokens) + self.position.weight[: tokens.shape[1]])
+    return [ops.Residual(*attention), ops.Residual(*mlp)]
 
 
 def waves(t: int, d: int) -> Tensor:
@@ -74,27 +80,26 @@ def waves(t: int, d: int) -> Tensor:
     return torch.sin(torch.arange(t)[:, None] * frequency + phase)
 
 
-def plain_model(vocabulary: int, config: Config) -> CharModel:
-    blocks = [plain_block(config.width, config.heads) for _ in range(config.layers)]
-    head = [nn.RMSNorm(config.width), nn.Linear(config.width, vocabulary)]
-    return CharModel(vocabulary, config.width, nn.Sequential(*blocks, *head))
+def plain_model(vocabulary: int, config: Config) -> PlainModel:
+    width = config.width
+    blocks = [module for _ in range(config.layers) for module in plain_block(width, config.heads)]
+    head = [nn.RMSNorm(width), nn.Linear(width, vocabulary)]
+    return PlainModel(nn.Embedding(vocabulary, width), Positions(width), *blocks, *head)
 
 
-def fusible_model(vocabulary: int, config: Config) -> CharModel:
-    blocks = [fusible_block(config.width, config.heads) for _ in range(config.layers)]
-    head = [ops.RMSNorm(config.width), ops.Linear(config.width, vocabulary)]
-    return CharModel(vocabulary, config.width, fusible.Sequential(*blocks, *head))
+def fusible_model(vocabulary: int, config: Config) -> fusible.Sequential:
+    """The whole model as one chain, which ends in the loss: the logits are never there as a whole."""
+    width = config.width
+    blocks = [module for _ in range(config.layers) for module in fusible_block(width, config.heads)]
+    head = [ops.RMSNorm(width), ops.LinearCrossEntropy(width, vocabulary, bias=True)]
+    return fusible.Sequential(ops.Embedding(vocabulary, width), ops.PositionEmbedding(CONTEXT, width), *blocks, *head)
 
 
 #: The two variants by the names under which they are reported.
 MODELS = {"torch.nn": plain_model, "fusible": fusible_model}
 
 
-@torch.no_grad()
-def generate(model: CharModel, tokens: Tensor, length: int, generator: torch.Generator) -> Tensor:
+def generate(model: fusible.Sequential, tokens: Tensor, length: int, generator: torch.Generator) -> Tensor:
     """Continues `tokens`, `[t]`, by `length` characters drawn from the model, a little below its own temperature."""
-    for _ in range(length):
-        logits = model(tokens[None, -CONTEXT:])[0, -1] / 0.8
-        drawn = torch.multinomial(logits.softmax(-1), 1, generator=generator)
-        tokens = torch.cat([tokens, drawn])
-    return tokens
+    sampler = Sampler(model)
+    return sampler.generate(tokens[None], length, temperature=0.8, context=CONTEXT, generator=generator)[0]

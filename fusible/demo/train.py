@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fusible.demo.config import BATCH, CONTEXT, Config
-from fusible.demo.model import MODELS, CharModel
+from fusible.demo.model import MODELS
 
 __all__ = ["Trainer", "Vocabulary", "make_model"]
 
@@ -31,7 +31,7 @@ class Vocabulary:
         return "".join(self.characters[i] for i in tokens.tolist())
 
 
-def make_model(variant: str, vocabulary: int, config: Config) -> CharModel:
+def make_model(variant: str, vocabulary: int, config: Config) -> Any:
     """A model of either variant with the weights that `config.seed` gives the plain one."""
     torch.manual_seed(config.seed)
     weights = MODELS["torch.nn"](vocabulary, config).state_dict()
@@ -46,7 +46,7 @@ class Trainer:
     Rate, `eps` and clipping keep the training stable: a difference in rounding stays one and does not grow.
     """
 
-    def __init__(self, model: CharModel, tokens: Tensor, config: Config, rate: float = 3e-3) -> None:
+    def __init__(self, model: torch.nn.Module, tokens: Tensor, config: Config, rate: float = 3e-3) -> None:
         self.model = model
         self.tokens = tokens
         self.steps = config.steps
@@ -60,8 +60,7 @@ class Trainer:
         """One training step; returns its loss in nats per character."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate * schedule(self.done, self.steps)
-        x, target = self.batch()
-        loss = F.cross_entropy(self.model(x).flatten(0, 1), target.flatten())
+        loss = self.model(*self.batch())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self.optimizer.step()
